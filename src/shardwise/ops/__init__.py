@@ -1,0 +1,1 @@
+"""One file a family of primitives: each primitive's factor rule and local code, side by side."""
