@@ -18,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from shardwise.mesh import MeshAxes
+
 Factors = tuple[int, ...]  # of one dim, major first
 Dims = tuple[Factors, ...]  # of one value
 
@@ -119,3 +121,69 @@ Assignment = dict[int, tuple[str, ...]]
 def dim_axes(factors: Factors, assignment: Assignment) -> tuple[str, ...]:
     """The atoms of a dim: those of its factors, in order."""
     return tuple(a for f in factors for a in assignment.get(f, ()))
+
+
+def assignment_fits(rule: FactorRule, assignment: Assignment, mesh: MeshAxes) -> bool:
+    """Whether blocks of every dim are contiguous under the assignment.
+
+    In a compound dim `(a b)` a block is contiguous only if `a` is split to single positions before
+    `b` is split at all, and splits of its factors must be even.  No atom may split two factors that
+    meet in one value.
+    """
+    for dims in (*rule.operands, *rule.results):
+        seen: set[str] = set()
+        for factors in dims:
+            whole_before = True
+            for f in factors:
+                atoms = assignment.get(f, ())
+                if not atoms:
+                    whole_before = whole_before and rule.sizes[f] == 1
+                    continue
+                if not whole_before or not seen.isdisjoint(atoms):
+                    return False
+                seen.update(atoms)
+                shards = mesh.size(atoms)
+                if len(factors) > 1 and rule.sizes[f] % shards:
+                    return False
+                whole_before = shards == rule.sizes[f]
+    return not any(assignment.get(f) for f in rule.whole)
+
+
+def spread(factors: Factors, axes: tuple[str, ...], sizes: Sequence[int], mesh: MeshAxes) -> Assignment:
+    """The atoms of a dim given to its factors, major first: what `dim_axes` undoes.
+
+    A dim of one factor takes them all.  In a compound dim a factor takes atoms while they divide its
+    size, and only one split to single positions lets atoms through to the next; atoms that find no
+    place are left out.
+    """
+    if len(factors) == 1:
+        return {factors[0]: axes} if axes else {}
+    out: Assignment = {}
+    rest = list(axes)
+    for f in factors:
+        left = sizes[f]
+        taken: tuple[str, ...] = ()
+        while rest and left % mesh.size_of[rest[0]] == 0:
+            left //= mesh.size_of[rest[0]]
+            taken = (*taken, rest.pop(0))
+        if taken:
+            out[f] = taken
+        if left > 1:
+            break
+    return out
+
+
+def gathered(factors: Factors, assignment: Assignment, sizes: Sequence[int], mesh: MeshAxes) -> tuple[str, ...]:
+    """The atoms of a dim under an assignment, cut where its blocks would stop being contiguous."""
+    if len(factors) == 1:
+        return assignment.get(factors[0], ())
+    out: tuple[str, ...] = ()
+    for f in factors:
+        atoms = assignment.get(f, ())
+        shards = mesh.size(atoms)
+        if sizes[f] % shards:
+            break
+        out = (*out, *atoms)
+        if shards != sizes[f]:
+            break
+    return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -100,11 +101,24 @@ class MeshAxes:
             return self._atoms_of[axis]
         if axis in self.size_of:
             return (axis,)
+        if part := self._part(axis):
+            return part
         raise ShardingError(
             f"unknown mesh axis {axis!r}",
             facts=f"the mesh has {self}",
             hint="use one of the mesh's axis names, or build the mesh with that axis",
         )
+
+    def _part(self, text: str) -> tuple[str, ...]:
+        """The atoms of `x[a:b]` as `merge` prints it; none where there is no such part."""
+        match = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", text)
+        if not match or match[1] not in self._atoms_of:
+            return ()
+        whole, start, stop = self._atoms_of[match[1]], int(match[2]), int(match[3])
+        strides = [self.size(whole[:k]) for k in range(len(whole) + 1)]
+        if max(start, 1) not in strides or stop not in strides:
+            return ()
+        return whole[strides.index(max(start, 1)) : strides.index(stop)]
 
     def merge(self, atoms: Sequence[str]) -> tuple[str, ...]:
         """Atoms in the user's terms: `('x.0','x.1') -> ('x',)`; `('x.0',)` of 8 -> `('x[0:2]',)`.

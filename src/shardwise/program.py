@@ -16,7 +16,7 @@ import numpy as np
 class Var:
     """One value of the program: its shape, dtype and, for arguments, the user's name for it."""
 
-    __slots__ = ("dtype", "id", "name", "shape", "weak_type")
+    __slots__ = ("dtype", "id", "name", "shape")
 
     def __init__(self, id: int, shape: tuple[int, ...], dtype: Any, name: str = ""):
         self.id, self.shape, self.dtype, self.name = id, shape, dtype, name

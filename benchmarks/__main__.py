@@ -1,0 +1,34 @@
+"""`python -m benchmarks transformer|cases|micro|compile [options]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from shardwise.demo import devices
+
+
+def main(argv: list[str] | None = None) -> int:
+    devices.start(8)
+    # These import jax.numpy and build arrays: after the devices are there.
+    from benchmarks import cases, compiling, micro, transformer
+
+    commands = {
+        "transformer": (transformer, "training step of a dense Transformer, beside jax.jit"),
+        "cases": (cases, "programs of user reports: right numbers, none refused"),
+        "micro": (micro, "one operator each: bytes beside the best known plan"),
+        "compile": (compiling, "planning time: depth, and 8 against 65,536 devices"),
+    }
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    sub = parser.add_subparsers(dest="command", required=True)
+    for name, (module, text) in commands.items():
+        p = sub.add_parser(name, help=text, description=text)
+        p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+        module.add_arguments(p)
+    args = parser.parse_args(argv)
+    commands[args.command][0].run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

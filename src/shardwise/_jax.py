@@ -1,0 +1,83 @@
+"""The only module that touches JAX's internals: each helper says why the public API is not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core, source_info_util, traceback_util
+from jax._src import linear_util as lu
+from jax.interpreters import partial_eval
+
+traceback_util.register_exclusion(__file__)
+
+# Users' frames are those outside JAX and outside this package: source lines must be theirs.
+_PACKAGE = __file__[: -len("_jax.py")]
+source_info_util.register_exclusion(_PACKAGE)
+
+CallPrimitive = core.CallPrimitive
+Literal = core.Literal
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """(jaxpr, consts) of a closed or an open jaxpr; one class in newer JAX, two in 0.10."""
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner, consts
+
+
+def dce(closed: Any) -> Any:
+    """The same program without equations whose results nobody reads (carries of loops too)."""
+    jaxpr, consts = open_jaxpr(closed)
+    if jaxpr.constvars and not consts:
+        return closed
+    new, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    del used
+    if hasattr(new, "with_consts"):
+        return new if list(new.consts) == consts else new.with_consts(consts)
+    return core.ClosedJaxpr(new, consts)
+
+
+def source_of(info: Any) -> str:
+    """`file.py:line` of the user's frame an equation came from, or `<unknown>`."""
+    frame = source_info_util.user_frame(info.traceback) if info is not None else None
+    if frame is None:
+        return "<unknown>"
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
+
+
+def current_source() -> str:
+    """`file.py:line` of the user's frame that is calling now."""
+    return source_of(source_info_util.current())
+
+
+def under_source(info: Any, scope: str) -> Any:
+    """A context in which new equations carry the user's source line and `scope` in their name."""
+    stack = info.name_stack if info is not None else source_info_util.new_name_stack()
+    return source_info_util.user_context(
+        info.traceback if info is not None else None,
+        name_stack=source_info_util.current_name_stack() + stack.extend(scope),
+    )
+
+
+def wrap_fun(f: Callable[..., Any], name: str) -> Any:
+    """`f` as the function argument of a call primitive."""
+    debug = jax.api_util.debug_info(name, f, (), {})
+    return lu.wrap_init(f, debug_info=debug)
+
+
+def random_bits_impl(key_dtype: Any) -> Callable[[Any, int, tuple[int, ...]], Any] | None:
+    """The bit generator of a key dtype as a function of (raw key, width, shape), if it has one."""
+    impl = getattr(key_dtype, "_impl", None)
+    return getattr(impl, "random_bits", None)
+
+
+def key_impl_name(key_dtype: Any) -> str:
+    """`threefry2x32`, `rbg`, ... of an extended key dtype."""
+    return getattr(getattr(key_dtype, "_impl", None), "name", str(key_dtype))
+
+
+def xla_text(sharding: jax.sharding.Sharding, rank: int) -> str:
+    """XLA's text form of any JAX sharding; the public API shows it only inside compiled programs."""
+    return str(sharding._to_xla_hlo_sharding(rank))

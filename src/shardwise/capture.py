@@ -1,0 +1,212 @@
+"""`capture`: a Python function and abstract arguments, to a flat `Body` of equations.
+
+JAX traces the function; calls (jit, custom derivatives, closed calls) are inlined, so that rules see
+primitives only; scan, while, cond, checkpoint and the user's own shard_map stay structured, with
+their bodies captured the same way.  Random bits are written out as arithmetic on positions, which
+is what makes their values independent of the sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shardwise import _jax
+from shardwise.program import Body, Eqn, Lit, Var
+
+# primitive name -> the parameter that holds the function to inline
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "spmd_call": "call_jaxpr",
+    "remat_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_lin": "call_jaxpr",
+}
+
+# Identities that say nothing about values: their result is their operand.
+_IDENTITIES = frozenset(["name", "stop_gradient", "device_put", "copy"])
+
+# primitive name -> the parameters that hold bodies, in order
+_STRUCTURED = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "checkpoint": ("jaxpr",),
+    "remat": ("jaxpr",),
+    "remat2": ("jaxpr",),
+}
+
+
+class _Capture:
+    def __init__(self) -> None:
+        self.ids = 0
+        self.eqn_ids = 0
+
+    def var(self, aval: Any, name: str = "") -> Var:
+        self.ids += 1
+        return Var(self.ids, tuple(aval.shape), aval.dtype, name)
+
+    def body(self, jaxpr: Any, names: Sequence[str] = ()) -> Body:
+        """A jaxpr with its own variables, calls inlined."""
+        inner, consts = _jax.open_jaxpr(jaxpr)
+        env: dict[Any, Var] = {}
+        body = Body([], [], [], [])
+        for i, v in enumerate(inner.invars):
+            env[v] = self.var(v.aval, names[i] if i < len(names) else "")
+            body.invars.append(env[v])
+        self.bind_consts(inner, consts, env, body)
+        self.equations(inner, env, body)
+        body.outvars = [self.read(env, v) for v in inner.outvars]
+        prune(body)
+        return body
+
+    def bind_consts(self, inner: Any, consts: Sequence[Any], env: dict[Any, Var], body: Body) -> None:
+        for v, value in zip(inner.constvars, consts, strict=True):
+            env[v] = self.var(v.aval)
+            body.consts.append((env[v], value))
+
+    def read(self, env: dict[Any, Var], atom: Any) -> Var:
+        if isinstance(atom, _jax.Literal):
+            self.ids += 1
+            return Lit(self.ids, atom.val, tuple(atom.aval.shape), atom.aval.dtype)
+        return env[atom]
+
+    def equations(self, inner: Any, env: dict[Any, Var], body: Body) -> None:
+        for eqn in inner.eqns:
+            args = [self.read(env, a) for a in eqn.invars]
+            name = eqn.primitive.name
+            if (key := _INLINED.get(name)) and key in eqn.params:
+                outs = self.call(eqn, eqn.params[key], args, body)
+            elif name == "random_bits" and (expanded := _random_bits(eqn)) is not None:
+                outs = self.inline(expanded, args, body)
+            elif name in _IDENTITIES:
+                outs = args[: len(eqn.outvars)]
+            elif name == "split":
+                outs = self.inline(_slices(eqn), args, body)
+            else:
+                outs = [self.var(v.aval) for v in eqn.outvars]
+                body.eqns.append(self.equation(eqn, args, outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+
+    def equation(self, eqn: Any, args: list[Var], outs: list[Var]) -> Eqn:
+        params, bodies = dict(eqn.params), []
+        for key in _STRUCTURED.get(eqn.primitive.name, ()):
+            sub = params.pop(key)
+            bodies += [self.body(s) for s in (sub if isinstance(sub, (tuple, list)) else (sub,))]
+        self.eqn_ids += 1
+        return Eqn(eqn.primitive, args, outs, params, bodies, eqn.source_info, self.eqn_ids)
+
+    def call(self, eqn: Any, jaxpr: Any, args: list[Var], body: Body) -> list[Var]:
+        """Inline a call; shardings a nested jit fixes for its operands and results are kept."""
+        args = self.constrain(eqn, args, eqn.params.get("in_shardings"), body)
+        outs = self.inline(jaxpr, args, body)
+        return self.constrain(eqn, outs, eqn.params.get("out_shardings"), body)
+
+    def inline(self, jaxpr: Any, args: list[Var], body: Body) -> list[Var]:
+        inner, consts = _jax.open_jaxpr(jaxpr)
+        env: dict[Any, Var] = dict(zip(inner.invars, args, strict=True))
+        self.bind_consts(inner, consts, env, body)
+        self.equations(inner, env, body)
+        return [self.read(env, v) for v in inner.outvars]
+
+    def constrain(self, eqn: Any, values: list[Var], shardings: Any, body: Body) -> list[Var]:
+        out = []
+        for i, v in enumerate(values):
+            s = shardings[i] if shardings is not None and i < len(shardings) else None
+            if isinstance(s, jax.sharding.NamedSharding):
+                new = self.var(v)
+                self.eqn_ids += 1
+                body.eqns.append(
+                    Eqn(_constraint_p(), [v], [new],
+                        {"sharding": s, "unconstrained_dims": frozenset()}, [], eqn.source_info,
+                        self.eqn_ids)
+                )  # fmt: skip
+                v = new
+            out.append(v)
+        return out
+
+
+def _constraint_p() -> Any:
+    """The primitive of `lax.with_sharding_constraint`."""
+    from jax.extend.core import primitives
+
+    return primitives.sharding_constraint_p
+
+
+def _random_bits(eqn: Any) -> Any | None:
+    """`random_bits` of a counter-based generator as a jaxpr of elementwise operations, else None."""
+    aval = eqn.invars[0].aval
+    impl = _jax.random_bits_impl(aval.dtype)
+    if impl is None or "threefry" not in _jax.key_impl_name(aval.dtype):
+        return None
+    width, shape = eqn.params["bit_width"], eqn.params["shape"]
+
+    def bits(keys: Any) -> Any:
+        one = lambda raw: impl(raw, width, shape)  # noqa: E731
+        for _ in aval.shape:
+            one = jax.vmap(one)
+        return one(jax.random.key_data(keys))
+
+    return jax.make_jaxpr(bits)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
+def _slices(eqn: Any) -> Any:
+    """`split` as the slices it is: one rule fewer, and each piece is moved on its own."""
+    aval, axis = eqn.invars[0].aval, eqn.params["axis"]
+
+    def slices(x: Any) -> list[Any]:
+        out, at = [], 0
+        for size in eqn.params["sizes"]:
+            out.append(jax.lax.slice_in_dim(x, at, at + size, axis=axis))
+            at += size
+        return out
+
+    return jax.make_jaxpr(slices)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
+def prune(body: Body) -> None:
+    """Drop equations whose results nobody reads (those with effects stay)."""
+    live = set(body.outvars)
+    kept = []
+    for eqn in reversed(body.eqns):
+        if any(v in live for v in eqn.outvars) or _has_effects(eqn):
+            live.update(eqn.invars)
+            kept.append(eqn)
+    body.eqns = kept[::-1]
+    body.consts = [(v, c) for v, c in body.consts if v in live]
+
+
+def _has_effects(eqn: Eqn) -> bool:
+    return eqn.name in ("debug_callback", "io_callback", "debug_print") or any(
+        _has_effects(e) for b in eqn.bodies for e in b.eqns
+    )
+
+
+def capture(
+    fn: Callable[..., Any], avals: Sequence[Any], names: Sequence[str] = ()
+) -> tuple[Body, Any]:
+    """Trace `fn` on abstract arguments.
+
+    Args:
+      fn: a function of flat positional arguments returning a pytree.
+      avals: `ShapeDtypeStruct`s (or anything with shape and dtype), one per argument.
+      names: what to call the arguments in reports.
+
+    Returns:
+      the flat program, and the tree of its results.
+    """
+    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    return capture_jaxpr(closed, names), jax.tree.structure(out_shape)
+
+
+def capture_jaxpr(closed: Any, names: Sequence[str] = ()) -> Body:
+    """A closed jaxpr as a flat `Body`."""
+    return _Capture().body(_jax.dce(closed), names)

@@ -1,0 +1,1 @@
+"""`shardwise demo`: train a language model on 8 virtual devices and show every decision."""

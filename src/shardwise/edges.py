@@ -1,0 +1,138 @@
+"""The graph completion works on: one edge per equation and per hand-over between a body and its caller.
+
+An edge ties values by a `FactorRule` and says, level by level, which side may shape which.  Control
+flow is nothing special here: the operand of a scan and the variable of its body that holds it are
+tied by an identity rule, with the scanned dim belonging to the operand only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardwise.factors import FactorRule, RuleBuilder
+from shardwise.ops.registry import level_of, rules_of
+from shardwise.program import Body, Eqn, Lit, Var
+
+# Passes of an edge: (level, may operands be sources, may results be sources, targets likewise).
+# Level 0: elementwise and hand-overs, both ways.  1: dims are moved, or the larger side shapes the
+# smaller (a broadcast backward, a reduction forward: no communication either way).  2: dots and other
+# contractions.  3: the smaller side shapes the larger, which creates splits nobody asked for yet.
+BOTH, FORWARD, BACKWARD = "both", "forward", "backward"
+PASSES: dict[str, tuple[tuple[int, str], ...]] = {
+    "elementwise": ((0, BOTH),),
+    "dims": ((1, BOTH),),
+    "broadcast": ((1, BACKWARD), (3, FORWARD)),
+    "reduce": ((1, FORWARD), (3, BACKWARD)),
+    "dot": ((2, BOTH),),
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Edge:
+    """Values tied by a rule.
+
+    Attributes:
+      values: operands, then results (literals and rank-0 values included; they hold no dims).
+      passes: (level, direction) pairs.
+      eqn: the equation it comes from; `label` what to call it in reasons.
+    """
+
+    rule: FactorRule
+    values: list[Var]
+    passes: tuple[tuple[int, str], ...]
+    eqn: Eqn
+    label: str
+
+    @property
+    def dims(self) -> list[tuple[tuple[int, ...], ...]]:
+        return [*self.rule.operands, *self.rule.results]
+
+    @property
+    def operand_count(self) -> int:
+        return len(self.rule.operands)
+
+
+def tie(a: Var, b: Var, eqn: Eqn, label: str, stacked: bool = False) -> Edge:
+    """`i j -> i j` between two names of one value; `stacked`: `l i j -> i j`, `a` has the loop dim."""
+    build = RuleBuilder()
+    dims = build.factors(b.shape)
+    lead = [build.factor(a.shape[0])] if stacked else []
+    return Edge(build.build([lead + dims], [dims]), [a, b], PASSES["elementwise"], eqn, label)
+
+
+def edges_of(body: Body) -> list[Edge]:
+    """All edges of a program, bodies included, in program order."""
+    out: list[Edge] = []
+    for eqn in body.eqns:
+        if eqn.bodies:
+            out += _control_flow(eqn)
+            for sub in eqn.bodies:
+                out += edges_of(sub)
+        else:
+            out += _equation(eqn)
+    return out
+
+
+def _equation(eqn: Eqn) -> list[Edge]:
+    if eqn.name in ("annotation", "sharding_constraint"):
+        return [tie(eqn.invars[0], eqn.outvars[0], eqn, "annotation")]
+    rules = rules_of(eqn)
+    if not rules or not any(v.shape for v in eqn.outvars):
+        # nothing to tie, unless operands are tied among themselves (a full reduction)
+        if not rules or not any(v.shape for v in eqn.invars):
+            return []
+    return [Edge(rules[0], [*eqn.invars, *eqn.outvars], PASSES[level_of(eqn.primitive)], eqn, eqn.name)]
+
+
+def _control_flow(eqn: Eqn) -> list[Edge]:
+    pairs = {"scan": _scan, "while": _while, "cond": _cond}.get(eqn.name, _call)(eqn)
+    return [tie(a, b, eqn, eqn.name, stacked) for a, b, stacked in pairs if a.shape or b.shape]
+
+
+Pairs = list[tuple[Var, Var, bool]]
+
+
+def _plain(a: list[Var], b: list[Var]) -> Pairs:
+    return [(x, y, False) for x, y in zip(a, b, strict=True) if not isinstance(x, Lit)]
+
+
+def _scan(eqn: Eqn) -> Pairs:
+    (body,) = eqn.bodies
+    n, c = eqn.params["num_consts"], eqn.params["num_carry"]
+    pairs = _plain(eqn.invars[: n + c], body.invars[: n + c])
+    pairs += _plain(body.outvars[:c], body.invars[n : n + c])
+    pairs += _plain(body.outvars[:c], eqn.outvars[:c])
+    pairs += [(x, y, True) for x, y in zip(eqn.invars[n + c :], body.invars[n + c :], strict=True)]
+    pairs += [
+        (x, y, True)
+        for x, y in zip(eqn.outvars[c:], body.outvars[c:], strict=True)
+        if not isinstance(y, Lit)
+    ]
+    return pairs
+
+
+def _while(eqn: Eqn) -> Pairs:
+    cond, body = eqn.bodies
+    n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    init = eqn.invars[n + m :]
+    return [
+        *_plain(eqn.invars[:n], cond.invars[:n]),
+        *_plain(eqn.invars[n : n + m], body.invars[:m]),
+        *_plain(init, body.invars[m:]),
+        *_plain(body.outvars, body.invars[m:]),
+        *_plain(body.invars[m:], cond.invars[n:]),
+        *_plain(body.outvars, eqn.outvars),
+    ]
+
+
+def _cond(eqn: Eqn) -> Pairs:
+    pairs: Pairs = []
+    for branch in eqn.bodies:
+        pairs += _plain(eqn.invars[1:], branch.invars) + _plain(branch.outvars, eqn.outvars)
+    return pairs
+
+
+def _call(eqn: Eqn) -> Pairs:
+    """checkpoint: the body is the call."""
+    (body,) = eqn.bodies
+    return _plain(eqn.invars, body.invars) + _plain(body.outvars, eqn.outvars)

@@ -1,0 +1,3 @@
+"""Models written for one device, with the papers' sharding strategies as data."""
+
+from shardwise.nn import transformer as transformer

@@ -1,0 +1,121 @@
+"""Elementwise primitives: every dim of every operand is the result's dim of the same position.
+
+JAX's elementwise primitives take operands of one shape (scalars where `clamp` and `select_n` allow
+them), so the rule needs no broadcasting.  What varies is in which operands an op is linear: there a
+pending sum may be carried through instead of being finished first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as jp
+
+from shardwise.factors import FactorRule, RuleBuilder
+from shardwise.ops.registry import LocalContext, local, rule
+from shardwise.program import Eqn
+
+
+def find(*names: str) -> list[Any]:
+    """Primitives by name, those this version of JAX has."""
+    spaces = (jp, lax)
+    return [
+        p for n in names if (p := next((getattr(s, n + "_p") for s in spaces if hasattr(s, n + "_p")), None))
+    ]  # fmt: skip
+
+
+def pointwise(eqn: Eqn, linear: tuple[tuple[int, ...], ...] = ()) -> FactorRule:
+    """`i j, i j -> i j`; a scalar operand of a ranked op has no factors."""
+    b = RuleBuilder()
+    dims = b.factors(eqn.outvars[0].shape)
+    operands = [dims if v.shape == eqn.outvars[0].shape else [] for v in eqn.invars]
+    return b.build(operands, [dims for _ in eqn.outvars], linear=linear)
+
+
+_NONLINEAR = find(
+    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow",
+    "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "ne",
+    "nextafter", "not", "or", "polygamma", "population_count", "pow", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta",
+    "threefry2x32",
+)  # fmt: skip
+
+_LINEAR = {
+    ((0,),): find("neg", "conj", "copy", "real", "imag"),
+    ((0,), (1,)): find("mul"),
+    ((0, 1),): find("add", "sub", "add_jaxvals", "complex"),
+}
+
+
+for _p in dict.fromkeys(_NONLINEAR):
+    rule(_p, level="elementwise")(pointwise)
+
+
+def _linear(groups: tuple[tuple[int, ...], ...]) -> Any:
+    return lambda eqn: pointwise(eqn, groups)
+
+
+for _groups, _ps in _LINEAR.items():
+    for _p in _ps:
+        rule(_p, level="elementwise")(_linear(_groups))
+
+
+@rule(lax.div_p, level="elementwise")
+def _div(eqn: Eqn) -> FactorRule:
+    """Linear in the numerator, but only where division is exact arithmetic (not for integers)."""
+    return pointwise(eqn, ((0,),) if jnp.issubdtype(eqn.outvars[0].dtype, jnp.inexact) else ())
+
+
+@rule(lax.convert_element_type_p, level="elementwise")
+def _convert(eqn: Eqn) -> FactorRule:
+    """Linear when no rounding happens before the sum is finished: to a type at least as wide."""
+    src, dst = eqn.invars[0].dtype, eqn.outvars[0].dtype
+    widens = (
+        jnp.issubdtype(src, jnp.inexact)
+        and jnp.issubdtype(dst, jnp.inexact)
+        and jnp.promote_types(src, dst) == dst
+    )
+    return pointwise(eqn, ((0,),) if widens else ())
+
+
+@local(lax.convert_element_type_p)
+def _convert_local(ctx: LocalContext, eqn: Eqn, x: Any) -> Any:
+    return lax.convert_element_type_p.bind(x, **{**eqn.params, "sharding": None})
+
+
+@rule(lax.select_n_p, level="elementwise")
+def _select_n(eqn: Eqn) -> FactorRule:
+    """Linear in all cases together: the predicate picks the same case on every term."""
+    return pointwise(eqn, (tuple(range(1, len(eqn.invars))),))
+
+
+@rule(lax.clamp_p, level="elementwise")
+def _clamp(eqn: Eqn) -> FactorRule:
+    return pointwise(eqn)
+
+
+@rule(lax.bitcast_convert_type_p, level="elementwise")
+def _bitcast(eqn: Eqn) -> FactorRule:
+    """Same width: elementwise.  Otherwise the last dim of one side holds the parts, whole."""
+    (x,), (y,) = eqn.invars, eqn.outvars
+    b = RuleBuilder()
+    shared = b.factors(x.shape[: min(x.rank, y.rank)])
+    parts = [b.factor(v.shape[-1]) for v in (x, y) if v.rank > len(shared)]
+    return b.build(
+        [shared + parts if x.rank > len(shared) else shared],
+        [shared + parts if y.rank > len(shared) else shared],
+        whole=parts,
+    )
+
+
+@rule(*find("optimization_barrier"), level="elementwise")
+def _barrier(eqn: Eqn) -> FactorRule:
+    """Each result is its own operand, whatever the shapes."""
+    b = RuleBuilder()
+    dims = [b.factors(v.shape) for v in eqn.invars]
+    return b.build(dims, dims)
