@@ -30,9 +30,7 @@ def training_step(
     config: transformer.TransformerConfig, strategy: str, annotate: transformer.Annotate
 ) -> Callable[..., Any]:
     """step(params, tokens) -> (params, loss): gradient descent under a strategy's annotations."""
-    return functools.partial(
-        transformer.sgd_step, config, annotate=annotate, strategy=strategy
-    )
+    return functools.partial(transformer.sgd_step, config, annotate=annotate, strategy=strategy)
 
 
 def partitioned(side: str, config: Any, strategy: str, mesh: Mesh) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -31,5 +32,6 @@ def show(title: str, rows: Sequence[dict[str, Any]], as_json: bool, note: str = 
         left = any(isinstance(r[key], str) for r in rows)
         table.add_column(key, justify="left" if left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(number(v) for v in row.values()))
-    Console().print(table)
+        table.add_row(*(escape(number(v)) for v in row.values()))
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=160)).print(table)

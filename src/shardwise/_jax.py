@@ -81,3 +81,30 @@ def key_impl_name(key_dtype: Any) -> str:
 def xla_text(sharding: jax.sharding.Sharding, rank: int) -> str:
     """XLA's text form of any JAX sharding; the public API shows it only inside compiled programs."""
     return str(sharding._to_xla_hlo_sharding(rank))
+
+
+def parameter_names(fn: Callable[..., Any]) -> list[str]:
+    """The names of a function's positional parameters, as far as they can be known."""
+    import inspect
+
+    try:
+        return [
+            p.name
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        return []
+
+
+def bind_call(primitive: Any, fn: Callable[..., Any], args: Any, **params: Any) -> Any:
+    """Bind a call primitive on a function: its transformations apply to the function's body."""
+    fun = wrap_fun(fn, primitive.name)
+    return primitive.bind(*args, subfuns=(fun,), **params)
+
+
+def closed(jaxpr: Any) -> Any:
+    """A closed jaxpr of an open one without constants."""
+    if hasattr(jaxpr, "with_consts") or isinstance(jaxpr, getattr(core, "ClosedJaxpr", ())):
+        return jaxpr
+    return core.ClosedJaxpr(jaxpr, ())

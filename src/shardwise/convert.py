@@ -1,9 +1,9 @@
 """Shardings in the forms other programs use, both ways.
 
-    PartitionSpec    from_spec          to_spec          P("x", None)
-    NamedSharding    from_named         to_named         a spec on a mesh of devices
-    XLA's text       from_xla_text      to_xla_text      {devices=[2,1,4]<=[8] last_tile_dim_replicate}
-    device tensor    from_device_tensor to_device_tensor in device_tensor.py
+    PartitionSpec   from_spec            to_spec            P("x", None)
+    NamedSharding   from_named           to_named           a spec on a mesh of devices
+    XLA's text      from_xla_text        to_xla_text        {devices=[4,2]<=[2,4]T(1,0)}
+    device tensor   from_device_tensor   to_device_tensor   in device_tensor.py
 
 A `Sharding` names mesh atoms.  Forms that name devices can say more: an order of the devices that
 is not the program's, axes under manual control, a value on one device only.  That is kept in a
@@ -43,7 +43,7 @@ def from_spec(spec: PartitionSpec, rank: int, mesh: AnyMesh, where: str = "") ->
     axes = MeshAxes.of(mesh)
     if len(spec) > rank:
         raise too_many_entries(spec, f"a value of {rank} dims", where)
-    dims = [_entry_atoms(e, axes, where) for e in spec]
+    dims = [_entry_atoms(e, axes, where) for e in spec.partitions]
     partial = axes.sort(_entry_atoms(tuple(sorted(spec.unreduced)), axes, where))
     used = [a for d in dims for a in d] + list(partial)
     if twice := sorted({a for a in used if used.count(a) > 1}, key=used.index):
@@ -80,7 +80,7 @@ def too_many_entries(spec: PartitionSpec, of: str, where: str) -> ShardingError:
 
 def open_dims(spec: PartitionSpec) -> frozenset[int]:
     """The dims a spec leaves to completion (`P.UNCONSTRAINED`)."""
-    return frozenset(i for i, e in enumerate(spec) if e is OPEN)
+    return frozenset(i for i, e in enumerate(spec.partitions) if e is OPEN)
 
 
 def to_spec(sharding: Sharding, mesh: AnyMesh, *, atoms: bool = False) -> PartitionSpec:

@@ -15,6 +15,7 @@ Devices are numbered by their position in the program's mesh, row-major: XLA's p
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,24 @@ from shardwise.mesh import MeshAxes, prime_factors
 from shardwise.sharding import Axes, Sharding
 
 DeviceOrder = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """A hashable array of device ids; `ids` is None for 0, 1, 2, ... in row-major order."""
+
+    shape: tuple[int, ...]
+    ids: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(array: np.ndarray) -> Devices:
+        flat = array.ravel()
+        in_order = np.array_equal(flat, np.arange(flat.size))
+        return Devices(array.shape, None if in_order else tuple(map(int, flat)))
+
+    def array(self) -> np.ndarray:
+        flat = np.arange(math.prod(self.shape)) if self.ids is None else np.array(self.ids)
+        return flat.reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +68,7 @@ class Placement:
 
 
 def grid(dims: Sequence[Axes], mesh: MeshAxes) -> np.ndarray:
-    """Device numbers by their position over `dims`; a last dim holds those that differ in no dim."""
+    """Device numbers by position over `dims`; the last dim holds devices that differ in no dim."""
     named = [a for d in dims for a in d]
     rest = [a for a in mesh.atoms if a not in named]
     devices = np.arange(mesh.device_count).reshape([mesh.size_of[a] for a in mesh.atoms])
@@ -116,7 +135,7 @@ def from_device_tensor(
     tensor = tensor.transpose([*keep, *copies])
     tensor = tensor.reshape(*tensor.shape[: len(keep)], -1)
     found, order = _match(tensor, mesh)
-    typed = dict.fromkeys(("manual", "unreduced"), ())
+    typed: dict[str, Axes] = {"manual": (), "unreduced": ()}
     for d, atoms in zip(keep[rank:], found[rank:], strict=True):
         typed[kinds[d - rank]] += atoms
     sharding = Sharding(found[:rank], mesh.sort(typed["unreduced"]))

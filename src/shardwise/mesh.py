@@ -1,9 +1,10 @@
 """Mesh axes, and the prime *atoms* every axis is split into.
 
-A mesh axis `x` of size 8 is three atoms of size 2, `x.0 x.1 x.2`, major first.  An axis of prime size
-is its own single atom and keeps its name; an axis of size 1 has none.  All of shardwise works on
-atoms, so that a reshape, or a dim smaller than an axis, can use *part* of an axis with no further
-machinery.  Reports merge atoms back into the user's names: `x`, or `x[0:4]` for a major part.
+A mesh axis `x` of size 8 is three atoms of size 2, `x.0 x.1 x.2`, major first.  An axis of prime
+size is its own single atom and keeps its name; an axis of size 1 has none.  All of shardwise works
+on atoms, so that a reshape, or a dim smaller than an axis, can use *part* of an axis with no
+further machinery.  Reports merge atoms back into the user's names: `x`, or `x[0:4]` for a major
+part.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""shardwise: a JAX program for one device, a few sharding annotations, one SPMD program for many."""
+
+from shardwise import ops as _ops  # registers the rules
+from shardwise.annotate import annotate, mesh_split, replicate, shard, split
+from shardwise.api import Spmd, spmd
+from shardwise.cost.comm import Collective
+from shardwise.errors import ConflictError, ShardingError
+from shardwise.mesh import MeshAxes, abstract_mesh, device_mesh
+from shardwise.padded import PaddedArray
+from shardwise.partition import Fallback
+from shardwise.plan import Plan
+from shardwise.sharding import Layout, Sharding
+
+__all__ = [
+    "Collective",
+    "ConflictError",
+    "Fallback",
+    "Layout",
+    "MeshAxes",
+    "PaddedArray",
+    "Plan",
+    "Sharding",
+    "ShardingError",
+    "Spmd",
+    "abstract_mesh",
+    "annotate",
+    "device_mesh",
+    "mesh_split",
+    "replicate",
+    "shard",
+    "split",
+    "spmd",
+]

@@ -1,0 +1,49 @@
+"""Where arrays enter and leave the per-device program.
+
+Outside, a split dim of size D over P shards has blocks of ceil(D/P).  Inside, dims tied to each other
+share one padded size, which may be larger: blocks are realigned on the way in and out when they
+differ (`halo.window`), and only then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.halo import window
+from shardwise.partition import Note, Partitioner
+from shardwise.program import Body, Var
+from shardwise.sharding import Layout
+from shardwise.value import Value
+
+
+def realign(p: Partitioner, x: Any, layout: Layout, padded: tuple[int, ...], note: Note) -> Any:
+    """Blocks of `layout` as blocks of the same split under other padded sizes."""
+    for dim, (axes, old, new) in enumerate(
+        zip(layout.sharding.axes, layout.padded, padded, strict=True)
+    ):
+        if not axes or old == new:
+            continue
+        shards = p.mesh.size(axes)
+        with p.noted(note):
+            x = window(
+                x, dim, axes, p.mesh, block=old // shards, size=layout.shape[dim],
+                start=(new // shards, 0), length=new // shards,
+            )  # fmt: skip
+    return x
+
+
+def enter(p: Partitioner, v: Var, x: Any, layout: Layout) -> Value:
+    """An argument's block as a value of the program."""
+    padded = p.padded(v)
+    x = realign(p, x, layout, padded, Note(None, "argument", value=v.name, var=v))
+    return Value(v, padded, {layout.sharding: x})
+
+
+def leave(p: Partitioner, body: Body, values: list[Value], layouts: list[Layout]) -> list[Any]:
+    """The program's results, in the shardings completed for them, as blocks of ceil(D/P)."""
+    blocks = p.results(body, values)
+    out = []
+    for stand_in, x, layout in zip(p.completion.results, blocks, layouts, strict=True):
+        inside = Layout(layout.shape, p.padded(stand_in), layout.sharding)
+        out.append(realign(p, x, inside, layout.padded, Note(None, "result", value=stand_in.name)))
+    return out

@@ -1,0 +1,308 @@
+"""How one equation is partitioned: candidate layouts, their prices, the cheapest.
+
+A candidate is a rule and an assignment of atoms to its factors.  Candidates come from how the operands
+lie now and how the result is wanted, atom by atom; there are few.  The price, in bytes one device
+sends: bringing operands to the layout, what the local code sends, bringing the result to what is
+wanted, and the local work converted to bytes (redundant compute counts against a layout that sends
+less).  The runner-up is kept for `explain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from shardwise.factors import Assignment, FactorRule, assignment_fits, dim_axes, spread
+from shardwise.mesh import MeshAxes
+from shardwise.ops.registry import LocalContext, layouts_for
+from shardwise.reshard import reshard_bytes
+from shardwise.sharding import Axes, Layout, Sharding
+
+# How much work is worth one byte on the wire.  A TPU v3 core does 750 flops, and reads 5 bytes of its
+# memory, in the time one byte takes over its links; CPUs are nearer to 5 and 1.  Low figures make
+# redundant compute dear, which is the safe side.
+FLOPS_PER_BYTE = 64.0
+MEMORY_PER_BYTE = 8.0
+MAX_CANDIDATES = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand as the choice sees it.
+
+    Attributes:
+      variants: the shardings its value is at hand in.
+      free: it can be made in any sharding at no cost (literals, iota, broadcast scalars).
+      zero: it is known to be zero, so it can count as a term of any pending sum.
+      uses: how many equations read it; `dots`: how many dots do.
+    """
+
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    itemsize: int
+    variants: tuple[Sharding, ...]
+    free: bool = False
+    zero: bool = False
+    uses: int = 1
+    dots: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result as the choice sees it: `wanted` is the completed sharding, `open` that nobody asked."""
+
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    itemsize: int
+    wanted: Sharding
+    open: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A candidate with its price."""
+
+    rule: FactorRule
+    assignment: tuple[tuple[int, Axes], ...]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    bytes: float
+    work: float
+
+    @property
+    def price(self) -> float:
+        return self.bytes + self.work
+
+    def context(self, mesh: MeshAxes) -> LocalContext:
+        return LocalContext(mesh, self.rule, dict(self.assignment), self.ins, self.outs)
+
+    def text(self, mesh: MeshAxes) -> str:
+        ins = " ".join(l.sharding.text(mesh) for l in self.ins)
+        outs = " ".join(l.sharding.text(mesh) for l in self.outs)
+        return f"{ins} -> {outs}: {self.bytes:.0f} B sent, work worth {self.work:.0f} B"
+
+
+def choose(
+    rules: Sequence[FactorRule],
+    operands: tuple[Operand, ...],
+    results: tuple[Result, ...],
+    mesh: MeshAxes,
+    comm: Callable[[LocalContext], float],
+    dot: bool = False,
+) -> tuple[Choice, Choice | None]:
+    """The cheapest candidate and the runner-up (None when there is one candidate only).
+
+    `comm` prices the op's own communication.  Ties go to the candidate found first: the wanted
+    result's layout, then the operands' in order.
+    """
+    best: list[Choice] = []
+    for rule in rules:
+        for assignment in candidates(rule, operands, results, mesh):
+            for pending in _pending_sums(rule, operands):
+                c = _priced(rule, assignment, pending, operands, results, mesh, comm, dot)
+                if c is not None:
+                    best.append(c)
+    best.sort(key=lambda c: round(c.price, 3))  # stable: the first found wins a tie
+    return best[0], (best[1] if len(best) > 1 else None)
+
+
+def candidates(
+    rule: FactorRule, operands: Sequence[Operand], results: Sequence[Result], mesh: MeshAxes
+) -> Iterator[Assignment]:
+    """Assignments worth pricing, each once, the plain ones (one value's own layout) first."""
+    sources = _sources(rule, operands, results, mesh)
+    seen = set()
+
+    def fresh(a: Assignment) -> bool:
+        key = tuple(sorted(a.items()))
+        if key in seen or not assignment_fits(rule, a, mesh) or not _pads(rule, a, operands, results, mesh):
+            return False
+        seen.add(key)
+        return True
+
+    plain = [{f: x for f, x in s.items() if f not in rule.whole} for s in sources]
+    for a in (*plain, {}):
+        if fresh(a):
+            yield a
+    groups = _groups(plain, mesh)
+    options = [(*_options(group[0], plain), None) for group in groups]
+    for picks in itertools.islice(itertools.product(*options), MAX_CANDIDATES):
+        a: Assignment = {}
+        for group, f in zip(groups, picks, strict=True):
+            if f is not None:
+                a[f] = (*a.get(f, ()), *group)
+        a = {f: _ordered(f, atoms, plain) for f, atoms in a.items()}
+        if fresh(a):
+            yield a
+
+
+def _sources(
+    rule: FactorRule, operands: Sequence[Operand], results: Sequence[Result], mesh: MeshAxes
+) -> list[Assignment]:
+    """What each value's own layout says about the factors: results' wishes, then operands."""
+    out: list[Assignment] = []
+
+    def add(dims: Sequence[tuple[int, ...]], s: Sharding) -> None:
+        a: Assignment = {}
+        for factors, axes in zip(dims, s.axes, strict=True):
+            a.update(spread(factors, axes, rule.sizes, mesh))
+        if a and a not in out:
+            out.append(a)
+
+    for dims, r in zip(rule.results, results, strict=True):
+        add(dims, r.wanted)
+    for dims, o in zip(rule.operands, operands, strict=True):
+        for v in o.variants:
+            add(dims, v)
+    return out
+
+
+def _options(atom: str, sources: Sequence[Assignment]) -> list[int]:
+    """The factors some source gives this atom to, in the order of the sources."""
+    return list(dict.fromkeys(f for s in sources for f, atoms in s.items() if atom in atoms))
+
+
+def _groups(sources: Sequence[Assignment], mesh: MeshAxes) -> list[tuple[str, ...]]:
+    """Atoms of one axis that every source treats alike move together: fewer combinations."""
+    out: list[list[str]] = []
+    last = None
+    for a in mesh.atoms:
+        options = tuple(tuple(f for f, atoms in s.items() if a in atoms) for s in sources)
+        if not any(options):
+            last = None
+            continue
+        key = (mesh.axis_of[a], options)
+        if key == last:
+            out[-1].append(a)
+        else:
+            out.append([a])
+        last = key
+    return [tuple(g) for g in out]
+
+
+def _ordered(f: int, atoms: tuple[str, ...], sources: Sequence[Assignment]) -> tuple[str, ...]:
+    """Atoms of a factor in the order of the first source that has them there."""
+    order = [a for s in sources for a in s.get(f, ())]
+    return tuple(sorted(atoms, key=lambda a: order.index(a) if a in order else len(order)))
+
+
+def _pads(
+    rule: FactorRule,
+    a: Assignment,
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    mesh: MeshAxes,
+) -> bool:
+    """Whether every dim's padded size splits evenly: one class of dims, one padded size."""
+    for values, dims_of in ((operands, rule.operands), (results, rule.results)):
+        for v, dims in zip(values, dims_of, strict=True):
+            for size, padded, factors in zip(v.shape, v.padded, dims, strict=True):
+                shards = mesh.size(dim_axes(factors, a))
+                if shards > 1 and (padded % shards or size == 0):
+                    return False
+    return True
+
+
+def _pending_sums(rule: FactorRule, operands: Sequence[Operand]) -> Iterator[dict[int, Axes]]:
+    """{} (finish every pending sum first), then each way to carry one through a linear op."""
+    yield {}
+    for group in rule.linear:
+        carried = {
+            v.partial
+            for i in group
+            for v in operands[i].variants
+            if v.partial and v.op == "sum"
+        }
+        for atoms in sorted(carried):
+            if all(
+                operands[i].zero or any(v.partial == atoms and v.op == "sum" for v in operands[i].variants)
+                for i in group
+            ):
+                yield dict.fromkeys(group, atoms)
+
+
+def _priced(
+    rule: FactorRule,
+    assignment: Assignment,
+    pending: dict[int, Axes],
+    operands: tuple[Operand, ...],
+    results: tuple[Result, ...],
+    mesh: MeshAxes,
+    comm: Callable[[LocalContext], float],
+    dot: bool,
+) -> Choice | None:
+    carried = next(iter(pending.values()), ())
+    ins = layouts_for(rule, assignment, [(o.shape, o.padded) for o in operands], "operands", mesh)
+    outs = layouts_for(rule, assignment, [(r.shape, r.padded) for r in results], "results", mesh)
+    if carried:
+        used = {a for axes in assignment.values() for a in axes}
+        if used & set(carried) or any(o.sharding.partial and o.sharding.op != "sum" for o in outs):
+            return None
+        ins = tuple(
+            l.with_sharding(l.sharding.with_partial(carried)) if i in pending else l
+            for i, l in enumerate(ins)
+        )
+        outs = tuple(
+            l.with_sharding(l.sharding.with_partial(mesh.sort((*l.sharding.partial, *carried))))
+            for l in outs
+        )
+    total = comm(LocalContext(mesh, rule, assignment, ins, outs)) if rule.special else 0.0
+    for i, (o, l) in enumerate(zip(operands, ins, strict=True)):
+        if o.free or (o.zero and i in pending):
+            continue
+        total += _bring(o, l, mesh, dot)
+    for r, l in zip(results, outs, strict=True):
+        total += _deliver(r, l, mesh)
+    work = _work(rule, assignment, ins, outs, operands, results, mesh, dot)
+    return Choice(rule, tuple(sorted(assignment.items())), ins, outs, total, work)
+
+
+def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
+    """Bytes to bring an operand to a layout, shared among those that will read it there."""
+    prices = []
+    for v in o.variants:
+        if v.partial and layout.sharding.partial and v.partial != layout.sharding.partial:
+            continue
+        if layout.sharding.partial and not v.partial:
+            continue
+        share = o.uses if v.partial else (o.dots if dot else 1)
+        prices.append(
+            reshard_bytes(layout.with_sharding(v), layout.sharding, o.itemsize, mesh) / max(share, 1)
+        )
+    return min(prices) if prices else math.inf
+
+
+def _deliver(r: Result, layout: Layout, mesh: MeshAxes) -> float:
+    """Bytes from the layout computed to the one wanted."""
+    if r.open:
+        if not layout.sharding.partial:
+            return 0.0
+        # nobody asked for a layout: at least a reduce-scatter will be paid
+        n = math.prod(layout.local_shape(mesh)) * r.itemsize
+        g = mesh.size(layout.sharding.partial)
+        return n * (g - 1) / g
+    return reshard_bytes(layout, r.wanted, r.itemsize, mesh)
+
+
+def _work(
+    rule: FactorRule,
+    assignment: Assignment,
+    ins: Sequence[Layout],
+    outs: Sequence[Layout],
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    mesh: MeshAxes,
+    dot: bool,
+) -> float:
+    if dot:
+        flops = 2.0
+        for f, size in enumerate(rule.sizes):
+            flops *= -(-size // mesh.size(assignment.get(f, ())))
+        return flops / FLOPS_PER_BYTE
+    touched = sum(
+        math.prod(l.local_shape(mesh)) * v.itemsize
+        for l, v in zip((*ins, *outs), (*operands, *results), strict=True)
+    )
+    return touched / MEMORY_PER_BYTE

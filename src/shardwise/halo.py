@@ -1,0 +1,264 @@
+"""Realignment: the code that moves rows of one split dim between devices (GSPMD 4.3, halo exchange).
+
+`exchange` carries out a static `Plan`; `window` is the plan for windows at a fixed stride, such as a
+slice, a pad or a convolution needs; `shift` moves by an amount known only at run time; `regroup`
+follows any map of positions.  All of it is for one dim, split over a tuple of atoms, inside
+`shard_map`: several split dims are moved one after the other.
+
+    x[1:], 8 rows over 2:   device 0 takes 1 2 3 of its own and 4 from device 1: one permute of a row
+
+Every start of a dynamic slice or update is in range by construction: blocks are padded or starts
+clipped first, and what must not be seen is masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardwise import messages
+from shardwise.mesh import MeshAxes
+from shardwise.messages import Rows
+from shardwise.rounds import Plan, Start, plan_exchange
+
+Axes = Sequence[str]
+
+
+def row_bytes(shape: Sequence[int], dim: int, itemsize: int) -> int:
+    """Bytes of one row of `dim` of a local block."""
+    n = itemsize
+    for d, s in enumerate(shape):
+        n *= 1 if d == dim else s
+    return n
+
+
+# ---- windows of a local array ----------------------------------------------------------------
+
+
+def rows_at(x: Any, dim: int, start: Any, rows: int) -> Any:
+    """Rows [start, start + rows) of `dim`; the caller knows that they exist."""
+    if rows == x.shape[dim]:
+        return x
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + rows, axis=dim)
+    sizes = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
+    return lax.dynamic_slice(x, _starts(x, dim, start), sizes, allow_negative_indices=False)
+
+
+def put_at(x: Any, piece: Any, dim: int, start: Any) -> Any:
+    """`x` with `piece` written at `start` of `dim`; the caller knows that it fits."""
+    return lax.dynamic_update_slice(x, piece, _starts(x, dim, start), allow_negative_indices=False)
+
+
+def _starts(x: Any, dim: int, start: Any) -> list[Any]:
+    zero = np.int32(0)
+    return [jnp.asarray(start, jnp.int32) if d == dim else zero for d in range(x.ndim)]
+
+
+def pad_dim(x: Any, dim: int, low: int, high: int, fill: Any = 0, interior: int = 0) -> Any:
+    if not (low or high or interior):
+        return x
+    config = [(low, high, interior) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, jnp.asarray(fill, x.dtype), config)
+
+
+def cut(x: Any, dim: int, start: Any, rows: int, fill: Any = 0) -> Any:
+    """Rows [start, start + rows) of `dim` of a local array, `fill` where there are none.
+
+    `start` may be any number, of this program or of the device's.
+    """
+    n = x.shape[dim]
+    if isinstance(start, int):
+        start = min(max(start, -rows), n)
+        low, high = max(0, -start), max(0, start + rows - n)
+        return rows_at(pad_dim(x, dim, low, high, fill), dim, start + low, rows)
+    return rows_at(pad_dim(x, dim, rows, rows, fill), dim, jnp.clip(start, -rows, n) + rows, rows)
+
+
+def iota_of(x: Any, dim: int) -> Any:
+    """Positions along `dim`, shaped to broadcast against `x`."""
+    shape = [1] * x.ndim
+    shape[dim] = x.shape[dim]
+    return lax.broadcasted_iota(jnp.int32, shape, dim)
+
+
+class Device:
+    """This device's place among the blocks of a dim; `device.at(table)` is its entry of a table."""
+
+    def __init__(self, atoms: Axes):
+        self.atoms = tuple(atoms)
+
+    @functools.cached_property
+    def index(self) -> Any:
+        return lax.axis_index(self.atoms)
+
+    def at(self, table: Start) -> Any:
+        if isinstance(table, int):
+            return table
+        values = jnp.asarray(np.asarray(table, np.int32))
+        entry = lax.dynamic_slice(values, (self.index,), (1,), allow_negative_indices=False)
+        return lax.squeeze(entry, (0,))
+
+
+# ---- static exchange -------------------------------------------------------------------------
+
+
+def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any:
+    """Carry out a plan on a local block.
+
+    Args:
+      x: the local block, `plan.block` rows along `dim`.
+      atoms: what `dim` is split over, major first; `plan.shards` blocks.
+      fill: a scalar for wanted rows that no device held; None leaves them unspecified.
+
+    Returns:
+      The local block of the result, `plan.length` rows along `dim`.
+    """
+    device = Device(atoms)
+    if plan.method == "gather":
+        whole = lax.all_gather(x, device.atoms, axis=dim, tiled=True)
+        first, last = plan.span
+        data = lax.slice_in_dim(whole, first, last, axis=dim)
+        return cut(data, dim, device.at(plan.start), plan.length, 0 if fill is None else fill)
+    out = (_scatter if plan.method == "scatter" else _run_steps)(x, dim, device, plan)
+    if fill is None or not any(plan.fills):
+        return out
+    i, held = iota_of(out, dim), True
+    if plan.fills[0]:
+        held = i >= device.at(plan.cover[0])
+    if plan.fills[1]:
+        held &= i < device.at(plan.cover[1])
+    return jnp.where(held, out, jnp.asarray(fill, out.dtype))
+
+
+def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
+    def piece(step: Any) -> Any:
+        window = rows_at(x, dim, device.at(step.take), step.rows)
+        return lax.ppermute(window, device.atoms, step.pairs) if step.pairs else window
+
+    def zeros(rows: int) -> Any:
+        return lax.full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), 0, x.dtype)
+
+    if plan.side_by_side:
+        parts, end = [], 0
+        for step in sorted(plan.steps, key=lambda s: s.put):
+            parts += [zeros(step.put - end)] * (step.put > end) + [piece(step)]
+            end = step.put + step.rows
+        parts += [zeros(plan.length - end)] * (plan.length > end)
+        return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+    lead = max((-int(np.min(s.put)) for s in plan.steps), default=0)
+    lead = max(lead, 0)
+    end = max((int(np.max(s.put)) + s.rows for s in plan.steps), default=0)
+    out = zeros(lead + max(end, plan.length))
+    for step in plan.steps:
+        new, start = piece(step), device.at(step.put) + lead
+        if step.mask:
+            i = iota_of(new, dim)
+            asked = (i >= device.at(step.lo)) & (i < device.at(step.hi))
+            new = jnp.where(asked, new, rows_at(out, dim, start, step.rows))
+        out = put_at(out, new, dim, start)
+    return rows_at(out, dim, lead, plan.length)
+
+
+def _scatter(x: Any, dim: int, device: Device, plan: Plan) -> Any:
+    """What this device holds, in zeros of the whole result; the sum over devices, cut in blocks."""
+    if plan.span is not None:
+        i = iota_of(x, dim)
+        held = (i >= device.at(plan.span[0])) & (i < device.at(plan.span[1]))
+        x = jnp.where(held, x, jnp.zeros((), x.dtype))
+    whole = cut(x, dim, device.at(plan.start), plan.shards * plan.length)
+    return sum_scatter(whole, dim, device.atoms)
+
+
+def sum_scatter(x: Any, dim: int, atoms: Axes) -> Any:
+    """Reduce-scatter of terms of which at most one is not zero, of any dtype."""
+    y = x.astype(jnp.uint8) if x.dtype == bool else x
+    return lax.psum_scatter(y, tuple(atoms), scatter_dimension=dim, tiled=True).astype(x.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def window_plan(
+    shards: int, block: int, size: int, start: tuple[int, int], length: int, limit: int | None = None
+) -> Plan:
+    """The plan by which device p gets rows [a*p + b, a*p + b + length) of a split dim.
+
+    Args:
+      shards, block, size: the source: `size` rows in `shards` blocks of `block`.
+      start: (a, b).
+      limit: rows from this one on are not wanted.
+    """
+    held = Rows.blocks(shards, block, size)
+    wanted = Rows.windows(shards, *start, length, limit)
+    return plan_exchange(held, wanted, block, length, messages.overlaps(held, wanted))
+
+
+def window(
+    x: Any, dim: int, atoms: Axes, mesh: MeshAxes, *, block: int, size: int,
+    start: tuple[int, int], length: int, fill: Any = None,
+) -> Any:  # fmt: skip
+    """Rows [a*p + b, a*p + b + length) of a split dim, on device p; `fill` outside the dim.
+
+    Args:
+      x: the local block; `dim` has `block` rows of a global `size`, split over `atoms`.
+      start: (a, b).
+      fill: a scalar, or None to leave rows outside [0, size) unspecified.
+    """
+    plan = window_plan(mesh.size(atoms), block, size, start, length)
+    return exchange(x, dim, atoms, plan, fill)
+
+
+def window_rows(
+    shards: int, *, block: int, size: int, start: tuple[int, int], length: int
+) -> int:  # fmt: skip
+    """Rows one device sends in `window`; times `row_bytes`, its price."""
+    return window_plan(shards, block, size, start, length).rows
+
+
+# ---- movement by a run-time amount -----------------------------------------------------------
+
+
+def shift_rows(block: int, reach: int) -> int:
+    """Rows one device sends in `shift`."""
+    return (reach // block).bit_length() * block + _halo(block, reach)
+
+
+def _halo(block: int, reach: int) -> int:
+    return reach if reach < block else block - 1
+
+
+def shift(
+    x: Any, dim: int, atoms: Axes, mesh: MeshAxes, by: Any, reach: int, down: bool = False
+) -> Any:
+    """Rows [p*block + by, p*block + by + block) of a split dim, for a run-time `by`.
+
+    Whole blocks move by the binary digits of the distance: for every digit one permute, kept where
+    the digit is set.  The rest is one halo from the neighbour.  Rows outside the dim are zeros or
+    junk.
+
+    Args:
+      by: an int32 scalar in [0, reach], the same on all devices.
+      down: move the other way: rows [p*block - by, ...).
+    """
+    shards, block = mesh.size(atoms), x.shape[dim]
+
+    def from_neighbour(y: Any, distance: int) -> Any:
+        step = -distance if down else distance
+        pairs = [(p + step, p) for p in range(shards) if 0 <= p + step < shards]
+        return lax.ppermute(y, tuple(atoms), pairs)
+
+    blocks = lax.div(by, jnp.int32(block)) if reach >= block else 0
+    for k in range((reach // block).bit_length()):
+        moved = from_neighbour(x, 1 << k)
+        x = jnp.where((blocks >> k) & 1 == 1, moved, x)
+    halo = _halo(block, reach)
+    if not halo:
+        return x
+    rest = by - blocks * block
+    edge = rows_at(x, dim, block - halo if down else 0, halo)
+    both = [from_neighbour(edge, 1), x] if down else [x, from_neighbour(edge, 1)]
+    return rows_at(lax.concatenate(both, dim), dim, halo - rest if down else rest, block)

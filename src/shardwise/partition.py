@@ -1,0 +1,323 @@
+"""The partitioner: an interpreter that runs a program on one device's blocks (GSPMD 4).
+
+It runs under `jax.shard_map` over the atom mesh, equation by equation: choose the layouts (`choose`),
+bring the operands there (`reshard`), run the op's local code, keep the result in the layout it came
+out in, pending sums included.  Nothing is finished, gathered or sliced before somebody needs it so.
+What differs between devices depends on `lax.axis_index` only: one program for all of them.
+
+Every collective is emitted under a name scope `sw<n>`, and `notes[n]` says which equation wanted it and
+why; the per-device jaxpr is later read back into `Plan.collectives` through these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardwise import _jax
+from shardwise.choose import Choice, Operand, Result, choose
+from shardwise.complete import Completion
+from shardwise.factors import spread
+from shardwise.mesh import MeshAxes
+from shardwise.ops.registry import (
+    LocalContext,
+    comm_bytes,
+    layouts_for,
+    level_of,
+    rules_of,
+    run_local,
+)
+from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.reshard import emit_reshard, reshard_bytes
+from shardwise.sharding import Sharding
+from shardwise.value import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """Why a stretch of emitted code is there.
+
+    Attributes:
+      eqn: the equation on whose behalf; None at the program's own results.
+      what: "bring" (an operand to the layout chosen), "local" (the op's own exchange), "fallback",
+        "annotation", "result", "loop" (a value handed to or from a body).
+      value: the name of the value moved; `before`, `after`: its shardings.
+      choice, runner_up: for an operand: the layouts chosen and the second best.
+    """
+
+    eqn: Eqn | None
+    what: str
+    value: str = ""
+    var: Var | None = None
+    before: Sharding | None = None
+    after: Sharding | None = None
+    choice: Choice | None = None
+    runner_up: Choice | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """A value that had to be replicated, and why.
+
+    Attributes:
+      op: the primitive; `source` file:line; `value` the operand gathered, of `bytes` bytes whole.
+      why: the reason in words.
+    """
+
+    op: str
+    source: str
+    value: str
+    shape: tuple[int, ...]
+    bytes: int
+    why: str
+
+
+class Partitioner:
+    """Runs bodies on local blocks.  One per trace of a plan."""
+
+    def __init__(self, completion: Completion):
+        self.completion = completion
+        self.mesh: MeshAxes = completion.mesh
+        self.notes: list[Note] = []
+        self.fallbacks: list[Fallback] = []
+        self._choices: dict[Any, tuple[Choice, Choice | None]] = {}
+        self.eqn_choices: dict[Eqn, tuple[Choice, Choice | None]] = {}
+        self.uses: dict[Var, Counter[str]] = {}
+        self.watch: dict[Var, Value | None] = {}  # values a trial run wants to see
+
+    def reset(self) -> None:
+        """Forget what an earlier trace left: a plan may be traced again (lowered under another jit)."""
+        self.notes.clear()
+        self.fallbacks.clear()
+        self.uses.clear()
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def padded(self, v: Var) -> tuple[int, ...]:
+        return self.completion.padded.get(v, v.shape)
+
+    def wanted(self, v: Var) -> Sharding:
+        return self.completion.sharding(v)
+
+    def value(self, v: Var, x: Any, sharding: Sharding | None = None) -> Value:
+        """A value at hand in one sharding (the completed one unless given)."""
+        return Value(v, self.padded(v), {sharding or self.wanted(v): x})
+
+    def literal(self, v: Lit) -> Value:
+        def make(_: Sharding) -> Any:
+            return jnp.asarray(v.value, v.dtype) if not _is_key(v.dtype) else v.value
+
+        return Value(v, v.shape, make=make, zero=_is_zero(v.value))
+
+    def constant(self, v: Var, x: Any) -> Value:
+        """A constant of the program: every device has it whole and cuts its block."""
+        return Value(v, self.padded(v), {Sharding.replicated(v.rank): x}, zero=_is_zero(x))
+
+    @contextlib.contextmanager
+    def noted(self, note: Note) -> Any:
+        self.notes.append(note)
+        info = note.eqn.info if note.eqn else None
+        with _jax.under_source(info, f"sw{len(self.notes) - 1}"):
+            yield
+
+    def get(self, value: Value, sharding: Sharding, note: Note | None = None) -> Any:
+        """This device's block of a value in a sharding, brought there if need be (once)."""
+        if sharding in value.variants:
+            return value.variants[sharding]
+        if value.make is not None:
+            x = value.make(sharding)
+        elif sharding.partial and value.zero:
+            tiling = self.get(value, sharding.tiling, note)
+            x = tiling
+        else:
+            source = min(
+                (s for s in value.variants if _reachable(s, sharding)),
+                key=lambda s: (
+                    round(reshard_bytes(value.layout(s), sharding, value.itemsize, self.mesh), 3),
+                    len(s.partial),
+                ),
+            )
+            note = note or Note(None, "bring")
+            note = dataclasses.replace(note, value=value.name, before=source, after=sharding)
+            with self.noted(note):
+                x = emit_reshard(value.variants[source], value.layout(source), sharding, self.mesh)
+        value.variants[sharding] = x
+        return x
+
+    # -- programs ----------------------------------------------------------------------------------
+
+    def run(self, body: Body, values: Sequence[Value]) -> list[Value]:
+        """Run a body on values for its inputs; returns values for its outputs."""
+        from shardwise.control import HANDLERS
+
+        env: dict[Var, Value] = dict(zip(body.invars, values, strict=True))
+        env.update({v: self.constant(v, x) for v, x in body.consts})
+        self._count_uses(body)
+
+        def read(v: Var) -> Value:
+            return self.literal(v) if isinstance(v, Lit) else env[v]
+
+        for eqn in body.eqns:
+            ins = [read(v) for v in eqn.invars]
+            handler: Callable[..., list[Value]] = HANDLERS.get(eqn.name, Partitioner.equation)
+            outs = handler(self, eqn, ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for v, out in zip(eqn.outvars, outs, strict=True):
+                if v in self.watch:
+                    self.watch[v] = out
+        return [read(v) for v in body.outvars]
+
+    def _count_uses(self, body: Body) -> None:
+        for eqn in body.eqns:
+            for v in dict.fromkeys(eqn.invars):
+                self.uses.setdefault(v, Counter())[eqn.name] += 1
+        for v in body.outvars:
+            self.uses.setdefault(v, Counter())["result"] += 1
+
+    def equation(self, eqn: Eqn, ins: list[Value]) -> list[Value]:
+        """One equation with a rule; without one, a reported fallback."""
+        rules = rules_of(eqn)
+        if not rules:
+            return self.fallback(eqn, ins, f"no sharding rule for `{eqn.name}`")
+        if level_of(eqn.primitive) in ("elementwise", "broadcast") and all(
+            v.free or (not v.shape and Sharding(()) in v.variants) for v in ins
+        ):
+            return [self.created(eqn, rules[0], ins, k) for k in range(len(eqn.outvars))]
+        choice, second = self.choice(eqn, rules, ins)
+        self.eqn_choices[eqn] = (choice, second)
+        xs = []
+        for v, var, layout in zip(ins, eqn.invars, choice.ins, strict=True):
+            note = Note(eqn, "bring", var=var, choice=choice, runner_up=second)
+            xs.append(self.get(v, layout.sharding, note))
+        self.report_gathers(eqn, ins, choice)
+        ys = self.local(eqn, choice.context(self.mesh), xs)
+        return [
+            Value(var, self.padded(var), {layout.sharding: y})
+            for var, layout, y in zip(eqn.outvars, choice.outs, ys, strict=True)
+        ]
+
+    def local(self, eqn: Eqn, ctx: LocalContext, xs: Sequence[Any]) -> list[Any]:
+        with self.noted(Note(eqn, "local")):
+            return run_local(ctx, eqn, xs)
+
+    def created(self, eqn: Eqn, rule: Any, ins: list[Value], k: int) -> Value:
+        """A value made of created values: made again wherever, and however, it is needed."""
+        var = eqn.outvars[k]
+
+        def make(sharding: Sharding) -> Any:
+            assignment = {}
+            for factors, axes in zip(rule.results[k], sharding.axes, strict=True):
+                assignment.update(spread(factors, axes, rule.sizes, self.mesh))
+            shapes_in = [(v.shape, v.padded) for v in ins]
+            shapes_out = [(o.shape, self.padded(o)) for o in eqn.outvars]
+            ctx = LocalContext(
+                self.mesh, rule, assignment,
+                layouts_for(rule, assignment, shapes_in, "operands", self.mesh),
+                layouts_for(rule, assignment, shapes_out, "results", self.mesh),
+            )  # fmt: skip
+            xs = [self.get(v, l.sharding) for v, l in zip(ins, ctx.ins, strict=True)]
+            return self.local(eqn, ctx, xs)[k]
+
+        zero = eqn.name in ("broadcast_in_dim", "convert_element_type", "neg", "copy") and ins[0].zero
+        return Value(var, self.padded(var), make=make, zero=zero)
+
+    def choice(self, eqn: Eqn, rules: Any, ins: list[Value]) -> tuple[Choice, Choice | None]:
+        """The layouts for an equation; equal situations (the next layer) are looked up."""
+        dot = level_of(eqn.primitive) == "dot"
+        operands = tuple(
+            Operand(
+                v.shape, v.padded, v.itemsize, tuple(v.variants), v.free, v.zero,
+                sum(self.uses.get(var, {}).values()) or 1,
+                self.uses.get(var, {}).get(eqn.name, 1),
+            )
+            for v, var in zip(ins, eqn.invars, strict=True)
+        )  # fmt: skip
+        results = tuple(
+            Result(v.shape, self.padded(v), v.itemsize, self.wanted(v), v not in self.completion.axes)
+            for v in eqn.outvars
+        )
+        params: Any = None
+        if any(r.special for r in rules):
+            params = id(eqn)
+        key = (eqn.primitive, params, tuple(rules), operands, results)
+        if key not in self._choices:
+            self._choices[key] = choose(
+                rules, operands, results, self.mesh, lambda ctx: comm_bytes(ctx, eqn), dot
+            )
+        return self._choices[key]
+
+    # -- fallbacks ---------------------------------------------------------------------------------
+
+    def fallback(self, eqn: Eqn, ins: list[Value], why: str) -> list[Value]:
+        """Gather every operand, run the op whole on every device: always valid, never silent."""
+        source = _jax.source_of(eqn.info)
+        xs = []
+        for v, var in zip(ins, eqn.invars, strict=True):
+            whole = Sharding.replicated(len(v.shape))
+            if not v.free and whole not in v.variants:
+                self.fallbacks.append(Fallback(eqn.name, source, v.name, v.shape, var.nbytes, why))
+            xs.append(self.get(v, whole, Note(eqn, "fallback", var=var)))
+        with self.noted(Note(eqn, "fallback")):
+            ys = eqn.primitive.bind(*xs, **eqn.params)
+        ys = list(ys) if eqn.primitive.multiple_results else [ys]
+        return [self.value(o, y, Sharding.replicated(o.rank)) for o, y in zip(eqn.outvars, ys, strict=True)]
+
+    def report_gathers(self, eqn: Eqn, ins: list[Value], choice: Choice) -> None:
+        """A dim that must lie whole for this op, and was split, is a fallback to report."""
+        for v, dims, layout in zip(ins, choice.rule.operands, choice.ins, strict=True):
+            if v.free or not v.variants or layout.sharding in (v.first,):
+                continue
+            for d, factors in enumerate(dims):
+                if v.first.axes[d] and not layout.sharding.axes[d] and set(factors) & choice.rule.whole:
+                    self.fallbacks.append(Fallback(
+                        eqn.name, _jax.source_of(eqn.info), v.name, v.shape,
+                        int(np.prod(v.shape)) * v.itemsize,
+                        f"dim {d} must lie whole for `{eqn.name}` and was split over "
+                        f"{self.mesh.text(v.first.axes[d])}",
+                    ))  # fmt: skip
+
+    def results(self, body: Body, values: Sequence[Value]) -> list[Any]:
+        """The program's results in the shardings completed for them."""
+        out = []
+        for v, stand_in, var in zip(values, self.completion.results, body.outvars, strict=True):
+            note = Note(None, "result", var=var)
+            out.append(self.get(self.repadded(v, stand_in), self.wanted(stand_in), note))
+        return out
+
+    def repadded(self, v: Value, var: Var) -> Value:
+        """`v` under the padded sizes of another name for it (equal unless the dims were never tied)."""
+        if v.padded == self.padded(var):
+            return v
+        new = Value(var, self.padded(var), make=v.make, zero=v.zero)
+        for s, x in v.variants.items():
+            if all(not axes or a == b for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)):
+                new.variants[s] = x
+        if not new.variants and new.make is None:
+            s = v.first
+            keep = tuple(
+                axes if a == b else () for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)
+            )
+            new.variants[Sharding(keep)] = self.get(v, Sharding(keep), Note(None, "result", var=var))
+        return new
+
+
+def _reachable(source: Sharding, target: Sharding) -> bool:
+    """A pending sum can be finished; it cannot be made from a finished value, save a free zero."""
+    return not target.partial or set(target.partial) <= set(source.partial) and source.op == target.op
+
+
+def _is_zero(x: Any) -> bool:
+    try:
+        return np.ndim(x) == 0 and not isinstance(x, bool) and x == 0
+    except Exception:
+        return False
+
+
+def _is_key(dtype: Any) -> bool:
+    return not isinstance(dtype, np.dtype)

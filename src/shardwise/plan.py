@@ -1,0 +1,248 @@
+"""`Plan`: a program with a sharding and a reason for every value, and all one can ask of it.
+
+Nothing here needs a device: shapes may be `ShapeDtypeStruct`s, the mesh an `AbstractMesh` of any size.
+The per-device jaxpr is traced when first asked for; collectives, bytes, flops and memory are read from
+it, so that no number describes a second version of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from shardwise import _jax
+from shardwise.complete import Completion, Given, complete
+from shardwise.convert import from_spec, to_spec
+from shardwise.cost import comm
+from shardwise.cost.comm import Collective
+from shardwise.mesh import MeshAxes
+from shardwise.partition import Fallback, Note, Partitioner
+from shardwise.program import Body, Eqn
+from shardwise.resolve import from_constraint_params, resolve
+from shardwise.sharding import Sharding
+
+
+class Plan:
+    """What `spmd` decided for one program on one mesh.
+
+    Attributes:
+      mesh: the mesh planned for; `axes` its axes and atoms.
+      body: the captured program; `completion` shardings and reasons of its values.
+      in_tree, out_tree: trees of arguments and results.
+      names: what arguments are called, e.g. `params['wi']`.
+    """
+
+    def __init__(
+        self, mesh: Any, body: Body, completion: Completion, in_tree: Any, out_tree: Any, names: Any
+    ):
+        self.mesh, self.body, self.completion = mesh, body, completion
+        self.axes: MeshAxes = completion.mesh
+        self.in_tree, self.out_tree, self.names = in_tree, out_tree, names
+        self.partitioner = Partitioner(completion)
+
+    # -- shardings ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def in_layouts(self) -> list[Any]:
+        return [self._layout(v) for v in self.body.invars]
+
+    @functools.cached_property
+    def out_layouts(self) -> list[Any]:
+        return [self._layout(v) for v in self.completion.results]
+
+    def _layout(self, v: Any) -> Any:
+        from shardwise.sharding import Layout, padded_size
+
+        s = self.completion.sharding(v)
+        # At the border every split dim has blocks of ceil(D/P), whatever the program uses inside.
+        padded = tuple(padded_size(d, [self.axes.size(a)]) for d, a in zip(v.shape, s.axes, strict=True))
+        return Layout(v.shape, padded, s)
+
+    @property
+    def in_shardings(self) -> Any:
+        """A tree of PartitionSpecs like the arguments (on the atom mesh where an axis is split up)."""
+        return jax.tree.unflatten(self.in_tree, [self.spec(l.sharding) for l in self.in_layouts])
+
+    @property
+    def out_shardings(self) -> Any:
+        """A tree of PartitionSpecs like the results."""
+        return jax.tree.unflatten(self.out_tree, [self.spec(l.sharding) for l in self.out_layouts])
+
+    def spec(self, s: Sharding) -> P:
+        """A sharding as a PartitionSpec: on the user's axes, or on atoms where only part is used."""
+        whole = all(self.axes.exact(d) is not None for d in s.axes)
+        return to_spec(s, self.axes, atoms=not whole)
+
+    # -- the per-device program --------------------------------------------------------------------
+
+    def device_function(self) -> Callable[..., Any]:
+        """The program on one device's blocks (to be run under shard_map over the atom mesh)."""
+        from shardwise.border import enter, leave
+
+        def run(*blocks: Any) -> list[Any]:
+            p = self.partitioner
+            p.reset()
+            values = [
+                enter(p, v, x, lay)
+                for v, x, lay in zip(self.body.invars, blocks, self.in_layouts, strict=True)
+            ]
+            outs = p.run(self.body, values)
+            return leave(p, self.body, outs, self.out_layouts)
+
+        return run
+
+    def mapped(self) -> Callable[..., Any]:
+        """The program on global, padded arrays: `shard_map` of the device function."""
+        mesh = self.axes.atom_mesh(self.mesh)
+        return jax.shard_map(
+            self.device_function(),
+            mesh=mesh,
+            in_specs=tuple(P(*(a or None for a in l.sharding.axes)) for l in self.in_layouts),
+            out_specs=[P(*(a or None for a in l.sharding.axes)) for l in self.out_layouts],
+            check_vma=False,
+        )
+
+    def padded_avals(self) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(border_shape(l), v.dtype)
+            for v, l in zip(self.body.invars, self.in_layouts, strict=True)
+        ]
+
+    @functools.cached_property
+    def traced(self) -> Any:
+        """The jaxpr of the whole call; set by `spmd` when the program was traced for running."""
+        return jax.make_jaxpr(self.mapped())(*self.padded_avals())
+
+    @property
+    def jaxpr(self) -> Any:
+        """The per-device jaxpr (inside shard_map)."""
+        for eqn in _jax.open_jaxpr(self.traced)[0].eqns:
+            if eqn.primitive.name == "shard_map":
+                return eqn.params["jaxpr"]
+        raise AssertionError("no shard_map in the traced program: a shardwise bug")
+
+    # -- what it costs -----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """Every collective with its reason, in program order."""
+        found = comm.find(self.jaxpr, self.axes)
+        notes = self.partitioner.notes
+        out = []
+        for f in found:
+            note = notes[f.note] if f.note is not None and f.note < len(notes) else None
+            out.append(self._collective(f, note))
+        return out
+
+    def _collective(self, f: comm.Found, note: Note | None) -> Collective:
+        from shardwise.explain.text import reason
+
+        eqn = note.eqn if note else None
+        return Collective(
+            f.kind, self.axes.merge(f.atoms), self.axes.size(f.atoms), f.bytes, f.count,
+            eqn.name if eqn and eqn.primitive else "result",
+            _jax.source_of(eqn.info) if eqn else "<result>",
+            reason(self, note) if note else "", f.shape, f.dtype, f.per_iteration,
+        )  # fmt: skip
+
+    @property
+    def comm_bytes(self) -> float:
+        """Bytes one device sends per call (ring algorithms, loops multiplied)."""
+        return comm.total(self.collectives)
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """Where a value had to be replicated, and why."""
+        _ = self.jaxpr
+        return list(dict.fromkeys(self.partitioner.fallbacks))
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Floating-point operations of one device per call."""
+        from shardwise.cost.flops import flops
+
+        return flops(self.jaxpr)
+
+    @functools.cached_property
+    def peak_memory(self) -> int:
+        """Bytes of one device: arguments and the largest set of values alive at once."""
+        from shardwise.cost.memory import peak_memory
+
+        return peak_memory(self.jaxpr)
+
+    # -- words -------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """The whole plan as text: values with shardings and reasons, collectives, fallbacks."""
+        from shardwise.explain.text import explain
+
+        return explain(self)
+
+    def why(self, name: str) -> str:
+        """Why a value is sharded as it is: the chain of equations back to an annotation.
+
+        Args:
+          name: an argument's name (`params['wi']` or `params.wi`), `result0`, or a value of
+            `explain()`, like `v12`.
+        """
+        from shardwise.explain.text import why
+
+        return why(self, name)
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to another of the same program."""
+        from shardwise.explain.text import diff
+
+        return diff(self, other)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self.body.eqns)} equations on {self.axes}>"
+
+
+def border_shape(layout: Any) -> tuple[int, ...]:
+    """The global shape of an argument or result as the compiled program takes it: split dims padded."""
+    return tuple(
+        p if a else s
+        for s, p, a in zip(layout.shape, layout.padded, layout.sharding.axes, strict=True)
+    )
+
+
+def given(spec: Any, rank: int, mesh: MeshAxes, kind: str, source: str) -> Given | None:
+    """What a PartitionSpec says of an argument or result (None: nothing)."""
+    if spec is None:
+        return None
+    s = from_spec(spec, rank, mesh, source)
+    is_open = frozenset(i for i, e in enumerate(spec) if e is P.UNCONSTRAINED)
+    return Given(s.axes, is_open, source, kind)
+
+
+def annotations(body: Body, mesh: Any) -> dict[Eqn, Given]:
+    """Every annotation equation of a program with what it says."""
+    out = {}
+    for eqn in body.eqns:
+        for sub in eqn.bodies:
+            out.update(annotations(sub, mesh))
+        if eqn.name not in ("annotation", "sharding_constraint"):
+            continue
+        rank = eqn.outvars[0].rank
+        if eqn.name == "annotation":
+            r = resolve(eqn.params, rank, mesh)
+            source = eqn.params["source"]
+        else:
+            r = from_constraint_params(eqn.params, rank, mesh)
+            source = _jax.source_of(eqn.info)
+        out[eqn] = Given(r.sharding.axes, r.open, source, "annotation")
+    return out
+
+
+def make_plan(
+    mesh: Any, body: Body, arguments: list[Given | None], results: list[Given | None],
+    in_tree: Any, out_tree: Any, names: list[str],
+) -> Plan:  # fmt: skip
+    """Complete a captured program into a plan."""
+    completion = complete(body, MeshAxes.of(mesh), arguments, results, annotations(body, mesh))
+    return Plan(mesh, body, completion, in_tree, out_tree, names)

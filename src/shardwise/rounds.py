@@ -1,0 +1,248 @@
+"""`Plan`: how one exchange of rows is carried out, chosen by the rows a device sends.
+
+Messages become *steps*.  A step copies a window of the local block, on the same device or through
+one collective-permute, to a place in the result.  Where a window starts is one number for all
+devices (a uniform shift: GSPMD 4.3's halo exchange) or a small table indexed by the device (the
+windows of blocks of another size).  A window may carry rows nobody asked for; the plan finds out
+whether a later step overwrites them, and masks them only where not.
+
+An exchange of many messages per device is done by one collective instead: gather the dim and cut
+the window, or put what one holds into zeros of the whole result and reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+
+from shardwise.messages import Ints, Messages, Rows, classes, edge_colouring, is_matching, repeats
+
+# More collective-permutes than this in one exchange are not worth the rows they may save.
+MAX_ROUNDS = 16
+# How many times a block what a device holds for a while may measure (gather, scatter).
+MAX_GROWTH = 8
+
+Start = int | Ints  # one start for all devices, or one for each
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """Copy a window of `rows` rows of the local source to the result, through a permute or not.
+
+    Attributes:
+      pairs: (source, destination) devices of the permute; empty for a local copy.
+      take: where the window starts in the source block, by the sending device.
+      put: where it starts in the result, by the receiving device; where a device receives nothing,
+        past the result's end, or anything when `put` is one number.
+      lo, hi: the part of the window that was asked for, by the receiving device.
+      mask: whether the rest of the window must be kept from the result.
+    """
+
+    rows: int
+    pairs: tuple[tuple[int, int], ...]
+    take: Start
+    put: Start
+    lo: Ints
+    hi: Ints
+    mask: bool = False
+
+    def placed(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Per device, in the result: start and end of the window, and of what was asked for."""
+        put = np.broadcast_to(self.put, self.lo.shape)
+        return put, put + self.rows, put + self.lo, put + self.hi
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """One exchange along a dim over `shards` devices.
+
+    Attributes:
+      method: "rounds" (the steps), "gather" or "scatter".
+      block, length: rows of a device's source and of its result.
+      rows: rows one device sends, ring convention.
+      steps: the copies, in order ("rounds").
+      cover: per device the interval of result rows that some device held; the rest is fill.
+      fills: whether rows before, and rows after, the covered ones must be filled.
+      start: "gather": the gathered row at which device p's result begins; "scatter": the local row
+        that is row 0 of the whole result.
+      span: "gather": first and last + 1 of the gathered rows that hold data; "scatter": None, or
+        per device the interval of its rows that hold data, when the rest must be cleared.
+    """
+
+    method: str
+    shards: int
+    block: int
+    length: int
+    rows: int
+    steps: tuple[Step, ...] = ()
+    cover: tuple[Ints, Ints] = (np.zeros(0), np.zeros(0))
+    fills: tuple[bool, bool] = (False, False)
+    start: Start = 0
+    span: tuple[Start, Start] | None = None
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether windows have one place for all devices, inside the result and disjoint."""
+        if not self.steps or not all(isinstance(s.put, int) for s in self.steps):
+            return False
+        ends = sorted((s.put, s.put + s.rows) for s in self.steps)
+        inside = ends[0][0] >= 0 and ends[-1][1] <= self.length
+        return inside and all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
+def plan_exchange(held: Rows, wanted: Rows, block: int, length: int, overlaps: Messages) -> Plan:
+    """The cheapest plan by which devices that hold `held` get the rows `wanted`.
+
+    Args:
+      block, length: rows of a device's source and result blocks, with what is not held or wanted.
+      overlaps: the messages, `messages.overlaps(held, wanted)`.
+    """
+    plans = [plan_rounds(overlaps, wanted, block, length)]
+    room = MAX_GROWTH * max(block, length)
+    shards = wanted.shards
+    if shards * block <= room and held.tiled(block) is not None:
+        plans.append(_gather(plans[0], held, wanted))
+    if shards * length <= room and wanted.tiled(length) is not None:
+        plans.append(_scatter(plans[0], held, wanted))
+    few = [p for p in plans if len(p.steps) <= MAX_ROUNDS] or plans
+    return min(few, key=lambda p: (p.rows, sum(bool(s.pairs) for s in p.steps) or 1))
+
+
+def plan_rounds(m: Messages, wanted: Rows, block: int, length: int) -> Plan:
+    """The plan that sends messages as they are, in rounds of collective-permute."""
+    shards = wanted.shards
+    make = functools.partial(_steps, shards=shards, block=block, length=length)
+    local = m.src == m.dst
+    mine, theirs = m.pick(local), m.pick(~local)
+    steps = make(theirs, *colour_messages(theirs))
+    rows = sum(s.rows for s in steps)
+    by_shift = classes(mine.src_off - mine.dst_off) if len(mine) else mine.src
+    if len(mine) and is_matching(mine, by_shift) and by_shift.max() <= repeats(mine.dst).max():
+        steps += make(mine, by_shift, True)
+    else:
+        steps += make(mine, repeats(mine.dst), False)
+    steps.sort(key=lambda s: float(np.mean(np.broadcast_to(s.put, shards)[s.hi > s.lo])))
+    cover, fills = _coverage(m, wanted)
+    steps = [
+        dataclasses.replace(s, mask=_leaves_junk(s, steps[i + 1 :], cover))
+        for i, s in enumerate(steps)
+    ]
+    return Plan("rounds", shards, block, length, rows, tuple(steps), cover, fills)
+
+
+def colour_messages(m: Messages) -> tuple[Ints, bool]:
+    """The cheapest of three colourings, and whether its windows start alike on all devices.
+
+    By displacement (every window at one place: a uniform shift), by distance between the devices,
+    and with the fewest rounds.
+    """
+    if not len(m):
+        return m.src, False
+    options = [(c := classes(m.src_off - m.dst_off), True, c.max() < MAX_ROUNDS)]
+    options += [(classes(m.dst - m.src, repeats(m.src, m.dst)), False, True)]
+    priced = [
+        (*_price(m, c, fixed), not fixed, c)
+        for c, fixed, allowed in options
+        if allowed and is_matching(m, c)
+    ]
+    busiest = max(np.bincount(m.src, m.length).max(), np.bincount(m.dst, m.length).max())
+    if min(p[0] for p in priced) > busiest:
+        c = edge_colouring(m.src, m.dst, m.length)
+        priced.append((*_price(m, c, False), True, c))
+    _, _, moving, colour = min(priced, key=lambda p: p[:3])
+    return colour, not moving
+
+
+def _price(m: Messages, colour: Ints, fixed: bool) -> tuple[int, int]:
+    """Rows one device sends, and rounds; `fixed` windows span all their messages."""
+    n = int(colour.max()) + 1
+    if not fixed:
+        longest = np.zeros(n, np.int64)
+        np.maximum.at(longest, colour, m.length)
+        return int(longest.sum()), n
+    lo, hi = np.full(n, np.iinfo(np.int64).max), np.zeros(n, np.int64)
+    np.minimum.at(lo, colour, m.src_off)
+    np.maximum.at(hi, colour, m.src_off + m.length)
+    return int((hi - lo).sum()), n
+
+
+def _steps(
+    m: Messages, colour: Ints, fixed: bool, *, shards: int, block: int, length: int
+) -> list[Step]:
+    order = np.argsort(colour, kind="stable")
+    cuts = np.flatnonzero(np.diff(colour[order])) + 1
+    groups = np.split(order, cuts) if len(m) else []
+    return [_step(m.pick(g), fixed, shards, block, length) for g in groups]
+
+
+def _step(m: Messages, fixed: bool, shards: int, block: int, length: int) -> Step:
+    low, high = int(m.src_off.min()), int((m.src_off + m.length).max())
+    rows = high - low if fixed else int(m.length.max())
+    if high - low <= rows:  # one window serves every sender
+        start = np.full(len(m), low)
+    else:
+        start = np.minimum(m.src_off, block - rows)
+    into = m.src_off - start
+    pairs = () if (m.src == m.dst).all() else tuple(zip(m.src.tolist(), m.dst.tolist(), strict=True))
+    lo, hi = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
+    lo[m.dst], hi[m.dst] = into, into + m.length
+    put = m.dst_off - into
+    alike = (put == put[0]).all() and (fixed or len(m) == shards)
+    return Step(
+        rows, pairs, _table(shards, m.src, start, int(start[0])),
+        int(put[0]) if alike else _table(shards, m.dst, put, length), lo, hi,
+    )  # fmt: skip
+
+
+def _table(shards: int, where: Ints, values: Ints, default: int) -> Start:
+    table = np.full(shards, default, np.int64)
+    table[where] = values
+    return int(table[0]) if (table == table[0]).all() else table
+
+
+def _coverage(m: Messages, wanted: Rows) -> tuple[tuple[Ints, Ints], tuple[bool, bool]]:
+    """The rows of each result block that messages cover, and at which ends wanted rows lack."""
+    lo, hi = np.full(wanted.shards, np.iinfo(np.int64).max), np.zeros(wanted.shards, np.int64)
+    np.minimum.at(lo, m.dst, m.dst_off)
+    np.maximum.at(hi, m.dst, m.dst_off + m.length)
+    lo = np.minimum(lo, hi)
+    before = (lo > wanted.at) & (hi > lo)
+    after = hi < wanted.at + wanted.count
+    return (lo, hi), (bool(before.any()), bool(after.any()))
+
+
+def _leaves_junk(step: Step, later: list[Step], cover: tuple[Ints, Ints]) -> bool:
+    """Whether a step puts rows that were not asked for where covered rows must stand at the end."""
+    start, end, lo, hi = step.placed()
+    spans = [s.placed()[2:] for s in later]
+    for a, b in ((start, lo), (hi, end)):
+        a, b = np.maximum(a, cover[0]), np.minimum(b, cover[1])
+        for left, right in spans:  # what a later step writes properly does not matter
+            a = np.where((left <= a) & (a < right), right, a)
+        if (a < b).any():
+            return True
+    return False
+
+
+def _gather(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
+    first = held.tiled(rounds.block)
+    full = held.count > 0
+    span = (int(held.lo[full].min()) - first, int(held.hi[full].max()) - first)
+    start = wanted.lo - wanted.at - first - span[0]
+    return dataclasses.replace(
+        rounds, method="gather", rows=(rounds.shards - 1) * rounds.block, steps=(),
+        start=_table(rounds.shards, np.arange(rounds.shards), start, 0), span=span,
+    )  # fmt: skip
+
+
+def _scatter(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
+    first = wanted.tiled(rounds.length)
+    start = np.where(held.count > 0, held.at - held.lo + first, rounds.block)
+    tiled = held.tiled(rounds.block) is not None
+    return dataclasses.replace(
+        rounds, method="scatter", rows=(rounds.shards - 1) * rounds.length, steps=(),
+        start=start, span=None if tiled else (held.at, held.at + held.count),
+    )  # fmt: skip
