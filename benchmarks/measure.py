@@ -74,7 +74,11 @@ def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 def place(compiled: Any, args: Sequence[Any]) -> list[Any]:
     """Arguments where a compiled program wants them."""
-    return jax.tree.map(jax.device_put, list(args), list(compiled.input_shardings[0]))
+    leaves, tree = jax.tree.flatten(list(args))
+    wanted = jax.tree.leaves(compiled.input_shardings[0])
+    return jax.tree.unflatten(
+        tree, [jax.device_put(x, s) for x, s in zip(leaves, wanted, strict=True)]
+    )
 
 
 class WorkerFailed(RuntimeError):

@@ -63,7 +63,7 @@ def one(name: str, program: dict[str, Any]) -> dict[str, Any]:
             program["f"],
             mesh=device_mesh(dict(zip(names, sizes, strict=True))),
             in_shardings=tuple(P(*s) for s in program["in_specs"]),
-            out_shardings=_out(program["out_spec"]),
+            out_shardings=out_specs(program["out_spec"]),
         )
         args = concrete(program["args"])
         row["bytes"] = hlo.wire_bytes(f.lower(*args).compile().as_text())
@@ -79,7 +79,7 @@ def one(name: str, program: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _out(spec: tuple[Any, ...]) -> Any:
+def out_specs(spec: tuple[Any, ...]) -> Any:
     """The specs of a tuple of results are tuples themselves; those of one result are not."""
     many = bool(spec) and all(isinstance(s, tuple) and _is_spec(s) for s in spec)
     return tuple(P(*s) for s in spec) if many else P(*spec)

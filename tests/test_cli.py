@@ -10,7 +10,10 @@ from shardwise import cli
 from shardwise.demo import data
 from shardwise.demo.report import Screen, dims, size
 
-TINY = "--layers 1 --model 16 --hidden 32 --heads 4 --batch 4 --seq 16 --steps 3".split()
+TINY = (
+    *("--layers", "1", "--model", "16", "--hidden", "32", "--heads", "4"),
+    *("--batch", "4", "--seq", "16", "--steps", "3"),
+)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_json_demo_holds_its_proof():
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)  # nothing else on stdout
     assert out["proof"]["holds"]
-    assert out["proof"]["difference"]["shardwise"]["loss"] < 1e-5
+    assert out["proof"]["sides"]["shardwise"]["loss"] < 1e-5
     assert len(out["training"]["losses"]) == 3
     assert out["annotations"]["annotated"] == 7 + 3
     assert out["collectives"]["fallbacks"] == []

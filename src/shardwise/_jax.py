@@ -1,4 +1,4 @@
-"""The only module that touches JAX's internals: each helper says why the public API is not enough."""
+"""The only module that touches JAX's internals: helpers say why the public API is not enough."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def key_impl_name(key_dtype: Any) -> str:
 
 
 def xla_text(sharding: jax.sharding.Sharding, rank: int) -> str:
-    """XLA's text form of any JAX sharding; the public API shows it only inside compiled programs."""
+    """XLA's text form of any JAX sharding; the public API shows it only in compiled programs."""
     return str(sharding._to_xla_hlo_sharding(rank))
 
 
@@ -108,3 +108,16 @@ def closed(jaxpr: Any) -> Any:
     if hasattr(jaxpr, "with_consts") or isinstance(jaxpr, getattr(core, "ClosedJaxpr", ())):
         return jaxpr
     return core.ClosedJaxpr(jaxpr, ())
+
+
+def key_primitives() -> dict[str, Any]:
+    """Primitives of random keys by name; only some of them have a public name."""
+    from jax._src.random import core as random_core
+    from jax._src.random import prng
+
+    found = {}
+    for module in (prng, random_core):
+        for name, p in vars(module).items():
+            if name.endswith("_p") and isinstance(p, core.Primitive):
+                found[name.removesuffix("_p")] = p
+    return found

@@ -85,9 +85,9 @@ def _bind(
     devices: Devices | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Any:
-    return annotate_p.bind(
-        x, spec=tuple(spec), kind=kind, source=source, devices=devices, mesh=mesh
-    )
+    out = annotate_p.bind(x, spec=tuple(spec), kind=kind, source=source, devices=devices, mesh=mesh)
+    # Outside tracing bind returns NumPy arrays and scalars in a wrapper of JAX's own.
+    return out if isinstance(out, jax.Array) else x
 
 
 # --- what users call ----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def _text(x: Any) -> str:
 def _check_array(x: Any, what: str, source: str) -> None:
     if not jex.valid_jaxtype(x):
         raise ShardingError(
-            f"{what} needs an array, not {type(x).__name__}", where=source, facts=f"got {x!r:.60}"
+            f"{what} needs an array, not {type(x).__name__}", where=source, facts=f"got {x!r:.30}"
         )
 
 

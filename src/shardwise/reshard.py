@@ -1,7 +1,7 @@
 """`reshard`: from any sharding of a value to any other, as a shortest list of collectives.
 
     steps = plan_reshard(layout, target, itemsize, mesh)
-    y = emit_reshard(x, layout, target, mesh)          # shardwise.reshard_emit, inside shard_map
+    y = emit_reshard(x, layout, target, mesh)          # inside shard_map
 
 A step is one collective over exactly the atoms it needs, or a slice, which is free.  The plan is
 the cheapest in bytes that one device sends (ring algorithms; `Step.bytes`), then in collectives.
@@ -14,60 +14,26 @@ the cases are not listed but searched, with a lower bound that tells when to sto
     partial over x -> (x, -)    reduce-scatter over x
     partial over x -> (y, -)    slice y, then all-reduce over x of half as much
 
-`reshard_model` says what a step does and costs, `reshard_search` finds the path, and this module
-brings a question into the canonical form they work on: atoms become *chunks*, runs that source and
+`reshard_model` says what a step does and costs, `reshard_search` finds the path, `reshard_emit`
+(with `reshard_rounds`) has the steps' lax code, and this module brings a question into the canonical form they work on: atoms become *chunks*, runs that source and
 target keep together, so that the work does not grow with the mesh.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
 
 from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
-from shardwise.reshard_model import Hop, Problem, State, emulated
+from shardwise.reshard_emit import emit_step
+from shardwise.reshard_model import Hop, Problem, State, Step, emulated
 from shardwise.reshard_search import MAX_CHUNKS, Plan, search
 from shardwise.sharding import Axes, Layout, Sharding
 
 _WEIGHT_UNIT = 1 << 10  # weights are rounded to this, so that costs compare exactly
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of a reshard: a collective, or a free local slice.
-
-    Attributes:
-      kind: "slice", "all-gather", "all-to-all", "reduce-scatter", "all-reduce",
-        "collective-permute" or "exchange" (`rounds` collective-permutes of a part of the block).
-      before, after: the shardings it leads from and to.
-      atoms: the mesh atoms it runs over, in the order in which the collective counts devices.
-      bytes: what one device sends, ring convention.
-      rounds: number of collective-permutes of an exchange; else 1.
-      collectives: (kind, bytes) of what is run: more than one for an exchange; a reduction without
-        a collective of its own is an all-gather or an all-to-all with a local reduction.
-    """
-
-    kind: str
-    before: Sharding
-    after: Sharding
-    atoms: Axes
-    bytes: float
-    rounds: int = 1
-    collectives: tuple[tuple[str, float], ...] = ()
-
-    def text(self, mesh: MeshAxes) -> str:
-        """`all-gather over x: [x, -] -> [-, -], 3072 bytes`: the way reports print it."""
-        sent = f", {self.bytes:.0f} bytes" if self.bytes else ""
-        times = f" in {self.rounds} rounds" if self.rounds > 1 else ""
-        over = mesh.text(self.atoms)
-        return (f"{self.kind} over {over}{times}: "
-                f"{self.before.text(mesh)} -> {self.after.text(mesh)}{sent}")  # fmt: skip
-
-    def __str__(self) -> str:
-        over = ", ".join(self.atoms)
-        return f"{self.kind} over ({over}): {self.before.axes} -> {self.after.axes}, {self.bytes:g}"
 
 
 def plan_reshard(
@@ -109,6 +75,30 @@ def reshard_bytes(
     if not weights:
         return sum(s.bytes for s in steps)
     return sum(s.bytes * max(weights.get(a, 1.0) for a in s.atoms) for s in steps if s.bytes)
+
+
+def emit_reshard(
+    x: jax.Array,
+    src: Layout,
+    dst: Sharding,
+    mesh: MeshAxes,
+    steps: Sequence[Step] | None = None,
+) -> jax.Array:
+    """The lax code of a reshard, inside `jax.shard_map` over the mesh of atoms.
+
+    Args:
+      x: this device's block, of shape `src.local_shape(mesh)`.
+      src, dst, mesh: as in `plan_reshard`.
+      steps: a plan made with other weights; by default the cheapest in bytes.
+
+    Returns:
+      This device's block in `dst`; where it holds padding, that is garbage.
+    """
+    if steps is None:
+        steps = plan_reshard(src, dst, x.dtype.itemsize, mesh)
+    for step in steps:
+        x = emit_step(x, src, step, mesh)
+    return x
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -22,6 +22,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from shardwise.mesh import MeshAxes
+from shardwise.sharding import Axes, Sharding
+
 Chunks = tuple[int, ...]
 
 MAX_ROUNDS = 16  # permutes of one exchange: each is a collective of its own
@@ -29,6 +32,42 @@ MAX_EXCHANGE = 1 << 14  # devices x rounds of one exchange: its source-target pa
 
 # Cost is bytes first; among equal bytes the fewest collectives, then the fewest slices.
 _UNIT, _COLLECTIVE, _SLICE = 1 << 12, 16, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a reshard: a collective, or a free local slice.
+
+    Attributes:
+      kind: "slice", "all-gather", "all-to-all", "reduce-scatter", "all-reduce",
+        "collective-permute" or "exchange" (`rounds` collective-permutes of a part of the block).
+      before, after: the shardings it leads from and to.
+      atoms: the mesh atoms it runs over, in the order in which the collective counts devices.
+      bytes: what one device sends, ring convention.
+      rounds: number of collective-permutes of an exchange; else 1.
+      collectives: (kind, bytes) of what is run: more than one for an exchange; a reduction without
+        a collective of its own is an all-gather or an all-to-all with a local reduction.
+    """
+
+    kind: str
+    before: Sharding
+    after: Sharding
+    atoms: Axes
+    bytes: float
+    rounds: int = 1
+    collectives: tuple[tuple[str, float], ...] = ()
+
+    def text(self, mesh: MeshAxes) -> str:
+        """`all-gather over x: [x, -] -> [-, -], 3072 bytes`: the way reports print it."""
+        sent = f", {self.bytes:.0f} bytes" if self.bytes else ""
+        times = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+        over = mesh.text(self.atoms)
+        return (f"{self.kind} over {over}{times}: "
+                f"{self.before.text(mesh)} -> {self.after.text(mesh)}{sent}")  # fmt: skip
+
+    def __str__(self) -> str:
+        over = ", ".join(self.atoms)
+        return f"{self.kind} over ({over}): {self.before.axes} -> {self.after.axes}, {self.bytes:g}"
 
 
 class State(NamedTuple):
@@ -206,7 +245,7 @@ class Problem:
         A chunk that splits one dim now and another in the end says of most elements that it is not.
         """
         most = 1
-        for d, (have, goal) in enumerate(zip(state.dims, self.target.dims, strict=True)):
+        for have, goal in zip(state.dims, self.target.dims, strict=True):
             for c in have if have != goal and self.shape == self.padded else ():
                 if c not in goal and self.sizes[c] > most and c in self._splitting:
                     most = self.sizes[c]

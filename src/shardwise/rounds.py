@@ -24,6 +24,8 @@ from shardwise.messages import Ints, Messages, Rows, classes, edge_colouring, is
 MAX_ROUNDS = 16
 # How many times a block what a device holds for a while may measure (gather, scatter).
 MAX_GROWTH = 8
+# Messages for which the fewest rounds are searched for (some 10 microseconds each).
+MAX_COLOURED = 1 << 14
 
 Start = int | Ints  # one start for all devices, or one for each
 
@@ -134,22 +136,26 @@ def plan_rounds(m: Messages, wanted: Rows, block: int, length: int) -> Plan:
 
 
 def colour_messages(m: Messages) -> tuple[Ints, bool]:
-    """The cheapest of three colourings, and whether its windows start alike on all devices.
+    """The cheapest of four colourings, and whether its windows start alike on all devices.
 
-    By displacement (every window at one place: a uniform shift), by distance between the devices,
-    and with the fewest rounds.
+    By displacement (every window at one place: a uniform shift); by the distance between the
+    devices; in turn, which needs the fewest rounds when both sides are intervals in one order; and
+    the fewest rounds in general, tried only while nothing else reaches what the busiest device must
+    send or receive anyway.
     """
     if not len(m):
         return m.src, False
-    options = [(c := classes(m.src_off - m.dst_off), True, c.max() < MAX_ROUNDS)]
-    options += [(classes(m.dst - m.src, repeats(m.src, m.dst)), False, True)]
-    priced = [
-        (*_price(m, c, fixed), not fixed, c)
-        for c, fixed, allowed in options
-        if allowed and is_matching(m, c)
+    most = max(np.bincount(m.src).max(), np.bincount(m.dst).max())
+    options = [
+        (classes(m.src_off - m.dst_off), True),
+        (classes(m.dst - m.src, repeats(m.src, m.dst)), False),
+        (np.arange(len(m)) % most, False),
     ]
+    if options[0][0].max() >= MAX_ROUNDS:
+        del options[0]
+    priced = [(*_price(m, c, fixed), not fixed, c) for c, fixed in options if is_matching(m, c)]
     busiest = max(np.bincount(m.src, m.length).max(), np.bincount(m.dst, m.length).max())
-    if min(p[0] for p in priced) > busiest:
+    if min(p[0] for p in priced) > busiest and len(m) <= MAX_COLOURED:
         c = edge_colouring(m.src, m.dst, m.length)
         priced.append((*_price(m, c, False), True, c))
     _, _, moving, colour = min(priced, key=lambda p: p[:3])

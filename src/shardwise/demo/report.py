@@ -168,21 +168,20 @@ class Screen:
 
     def _proof(self, fact: Facts) -> None:
         self.heading(f"The proof, after {fact['steps']} steps")
-        right = ("shardwise", "jax.jit")
-        table = self.table("", *right, right=right)
-        off = [fact["difference"][side] for side in right]
+        sides = {name: side for name, side in fact["sides"].items() if "refused" not in side}
+        table = self.table("", *sides, right=tuple(sides))
         for what in ("loss", "parameters"):
-            add_row(
-                table,
-                f"{what}: largest relative difference to one device",
-                *(f"{side[what]:.1e}" for side in off),
-            )
-        sent = fact["wire bytes"]
-        add_row(table, "bytes on the wire a step, compiled", *(size(sent[s]) for s in right))
-        kinds = sorted({k for report in fact["by kind"].values() for k in report})
-        for kind in kinds:
-            add_row(table, f"  {kind}", *(size(fact["by kind"][s].get(kind, 0)) for s in right))
+            name = f"{what}: largest relative difference to one device"
+            add_row(table, name, *(f"{side[what]:.1e}" for side in sides.values()))
+        total = "bytes on the wire a step, compiled"
+        add_row(table, total, *(size(side["bytes"]) for side in sides.values()))
+        for kind in sorted({k for side in sides.values() for k in side["by kind"]}):
+            sent = (size(side["by kind"].get(kind, 0)) for side in sides.values())
+            add_row(table, f"  {kind}", *sent)
         self.console.print(table)
+        for name, side in fact["sides"].items():
+            if "refused" in side:
+                self.console.print(f"{name} refused: {escape(side['refused'])}")
         ratio = f"  {fact['ratio']:.2f} of jax.jit's bytes." if fact["ratio"] is not None else ""
         if fact["holds"]:
             self.console.print(f"[bold green]The same numbers as on one device.[/]{ratio}")

@@ -1,8 +1,7 @@
 """Elementwise primitives: every dim of every operand is the result's dim of the same position.
 
-JAX's elementwise primitives take operands of one shape (scalars where `clamp` and `select_n` allow
-them), so the rule needs no broadcasting.  What varies is in which operands an op is linear: there a
-pending sum may be carried through instead of being finished first.
+A dim of size 1 is broadcast by the primitive itself, and scalars are.  What varies is in which operands
+an op is linear: there a pending sum may be carried through instead of being finished first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from jax.extend.core import primitives as jp
 
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.registry import LocalContext, local, rule
-from shardwise.program import Eqn
+from shardwise.program import Eqn, Var
 
 
 def find(*names: str) -> list[Any]:
@@ -27,11 +26,17 @@ def find(*names: str) -> list[Any]:
 
 
 def pointwise(eqn: Eqn, linear: tuple[tuple[int, ...], ...] = ()) -> FactorRule:
-    """`i j, i j -> i j`; a scalar operand of a ranked op has no factors."""
+    """`i j, i j -> i j`; a dim of size 1 that is broadcast, like a scalar, has no factor."""
     b = RuleBuilder()
-    dims = b.factors(eqn.outvars[0].shape)
-    operands = [dims if v.shape == eqn.outvars[0].shape else [] for v in eqn.invars]
-    return b.build(operands, [dims for _ in eqn.outvars], linear=linear)
+    shape = eqn.outvars[0].shape
+    dims = b.factors(shape)
+
+    def operand(v: Var) -> list[int | None]:
+        if not v.shape:
+            return []
+        return [f if s == n else None for f, s, n in zip(dims, v.shape, shape, strict=True)]
+
+    return b.build([operand(v) for v in eqn.invars], [dims for _ in eqn.outvars], linear=linear)
 
 
 _NONLINEAR = find(

@@ -105,7 +105,7 @@ def _scatter_local(ctx: LocalContext, eqn: Eqn, operand: Any, indices: Any, upda
 
 def _own_term(ctx: LocalContext, op: str, operand: Any) -> Any:
     """The operand on the one device that counts it, the neutral value on those it reduces with."""
-    atoms = ctx.outs[0].sharding.partial
+    atoms = [a for f, _ in ctx.rule.reduced for a in ctx.axes(f)]
     if not atoms or op in _IDEMPOTENT:
         return operand
     return jnp.where(is_first(ctx, atoms), operand, neutral(op, operand.dtype))

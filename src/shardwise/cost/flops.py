@@ -1,0 +1,63 @@
+"""Floating-point operations of a per-device jaxpr.
+
+Contractions count 2 per multiply-add, everything else one per element of its result (as the compilers'
+own cost analyses do for elementwise work); loops are multiplied, the dearest branch of a cond counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise import _jax
+
+# Data movement and bookkeeping: no arithmetic.
+_FREE = frozenset([
+    "all_gather", "all_to_all", "axis_index", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
+    "convert_element_type", "copy", "dynamic_slice", "dynamic_update_slice", "gather", "iota",
+    "iota_2x32_shape", "optimization_barrier", "pad", "ppermute", "reshape", "rev", "scatter",
+    "select_n", "slice", "squeeze", "transpose",
+])  # fmt: skip
+
+
+def flops(jaxpr: Any) -> float:
+    """Operations one device does per run of the jaxpr (while loops count one iteration)."""
+    return sum(_eqn(e) for e in _jax.open_jaxpr(jaxpr)[0].eqns)
+
+
+def _eqn(eqn: Any) -> float:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        return 2.0 * _size(eqn.outvars[0]) * math.prod(lhs[i] for i in contract)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * _size(eqn.outvars[0]) * math.prod(kernel) / max(out_features, 1)
+    if name == "cond":
+        return max(flops(b) for b in eqn.params["branches"])
+    times = eqn.params["length"] if name == "scan" else 1
+    if subs := list(subjaxprs(eqn)):
+        return times * sum(flops(s) for s in subs)
+    if name in _FREE:
+        return 0.0
+    if name.startswith(("reduce_", "arg", "cum", "psum", "pmax", "pmin")):
+        return float(sum(_size(v) for v in eqn.invars))
+    return float(sum(_size(v) for v in eqn.outvars))
+
+
+def _size(v: Any) -> int:
+    return math.prod(v.aval.shape)
+
+
+def subjaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs an equation runs: bodies of loops, branches, calls; not a reduction's scalar monoid."""
+    if eqn.primitive.name in ("reduce", "scatter", "scatter-add", "scatter_add") or eqn.primitive.name.startswith("scatter"):
+        return
+    for value in eqn.params.values():
+        for v in value if isinstance(value, (tuple, list)) else (value,):
+            inner = _jax.open_jaxpr(v)[0]
+            if hasattr(inner, "eqns"):
+                yield inner
