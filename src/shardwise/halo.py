@@ -67,17 +67,24 @@ def pad_dim(x: Any, dim: int, low: int, high: int, fill: Any = 0, interior: int 
     return lax.pad(x, jnp.asarray(fill, x.dtype), config)
 
 
-def cut(x: Any, dim: int, start: Any, rows: int, fill: Any = 0) -> Any:
+def cut(
+    x: Any, dim: int, start: Any, rows: int, fill: Any = 0, bounds: tuple[int, int] | None = None
+) -> Any:
     """Rows [start, start + rows) of `dim` of a local array, `fill` where there are none.
 
-    `start` may be any number, of this program or of the device's.
+    Args:
+      start: any number; or, when the device decides it, one within `bounds` (both included).
     """
     n = x.shape[dim]
     if isinstance(start, int):
-        start = min(max(start, -rows), n)
-        low, high = max(0, -start), max(0, start + rows - n)
-        return rows_at(pad_dim(x, dim, low, high, fill), dim, start + low, rows)
-    return rows_at(pad_dim(x, dim, rows, rows, fill), dim, jnp.clip(start, -rows, n) + rows, rows)
+        bounds = (start, start)
+    lo, hi = (min(max(b, -rows), n) for b in bounds or (-rows, n))
+    x = pad_dim(x, dim, max(0, -lo), max(0, hi + rows - n), fill)
+    if isinstance(start, int):
+        return rows_at(x, dim, lo + max(0, -lo), rows)
+    if bounds != (lo, hi):
+        start = jnp.clip(start, lo, hi)
+    return rows_at(x, dim, start + max(0, -lo) if lo < 0 else start, rows)
 
 
 def iota_of(x: Any, dim: int) -> Any:
@@ -124,7 +131,8 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
         whole = lax.all_gather(x, device.atoms, axis=dim, tiled=True)
         first, last = plan.span
         data = lax.slice_in_dim(whole, first, last, axis=dim)
-        return cut(data, dim, device.at(plan.start), plan.length, 0 if fill is None else fill)
+        start, bounds = device.at(plan.start), (int(np.min(plan.start)), int(np.max(plan.start)))
+        return cut(data, dim, start, plan.length, 0 if fill is None else fill, bounds)
     out = (_scatter if plan.method == "scatter" else _run_steps)(x, dim, device, plan)
     if fill is None or not any(plan.fills):
         return out
@@ -171,7 +179,8 @@ def _scatter(x: Any, dim: int, device: Device, plan: Plan) -> Any:
         i = iota_of(x, dim)
         held = (i >= device.at(plan.span[0])) & (i < device.at(plan.span[1]))
         x = jnp.where(held, x, jnp.zeros((), x.dtype))
-    whole = cut(x, dim, device.at(plan.start), plan.shards * plan.length)
+    bounds = (int(np.min(plan.start)), int(np.max(plan.start)))
+    whole = cut(x, dim, device.at(plan.start), plan.shards * plan.length, 0, bounds)
     return sum_scatter(whole, dim, device.atoms)
 
 
@@ -183,7 +192,12 @@ def sum_scatter(x: Any, dim: int, atoms: Axes) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def window_plan(
-    shards: int, block: int, size: int, start: tuple[int, int], length: int, limit: int | None = None
+    shards: int,
+    block: int,
+    size: int,
+    start: tuple[int, int],
+    length: int,
+    limit: int | None = None,
 ) -> Plan:
     """The plan by which device p gets rows [a*p + b, a*p + b + length) of a split dim.
 

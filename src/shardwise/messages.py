@@ -41,7 +41,9 @@ class Rows:
         return Rows(lo + first, np.maximum(lo, hi) + first, np.full(shards, at, np.int64))
 
     @staticmethod
-    def windows(shards: int, stride: int, offset: int, length: int, limit: int | None = None) -> Rows:
+    def windows(
+        shards: int, stride: int, offset: int, length: int, limit: int | None = None
+    ) -> Rows:
         """Device p wants [stride*p + offset, ... + length), cut at `limit` where there is one."""
         lo = np.arange(shards, dtype=np.int64) * stride + offset
         hi = lo + length if limit is None else np.clip(lo + length, lo, max(limit, 0))

@@ -37,11 +37,10 @@ class PaddedArray:
       sharding: how `array` is split.
 
     Example:
-      >>> import jax
-      >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> rows = NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-      >>> PaddedArray.from_logical(np.arange(5), rows)
-      PaddedArray(int32[5], P('x',), dim 0: 5 on device 0)
+      >>> from jax.sharding import AbstractMesh, PartitionSpec
+      >>> rows = NamedSharding(AbstractMesh((4,), ("x",)), PartitionSpec("x"))
+      >>> PaddedArray(jax.ShapeDtypeStruct((8,), "int32"), (5,), rows).shard_sizes(0)
+      (2, 2, 1, 0)
     """
 
     array: jax.Array
@@ -118,7 +117,7 @@ class PaddedArray:
 
 
 def _pad(x: Any, pad: list[tuple[int, int]], fill: Any) -> Any:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         # Random keys have no arithmetic: pad the numbers they are made of.
         raw = jax.random.key_data(x)
         raw = jnp.pad(raw, [*pad, *[(0, 0)] * (raw.ndim - x.ndim)])

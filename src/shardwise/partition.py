@@ -34,7 +34,7 @@ from shardwise.ops.registry import (
     run_local,
 )
 from shardwise.program import Body, Eqn, Lit, Var
-from shardwise.reshard import reshard_bytes
+from shardwise.reshard import emit_reshard, reshard_bytes
 from shardwise.sharding import Sharding
 from shardwise.value import Value
 
@@ -146,8 +146,6 @@ class Partitioner:
             note = note or Note(None, "bring")
             note = dataclasses.replace(note, value=value.name, before=source, after=sharding)
             with self.noted(note):
-                from shardwise.reshard_emit import emit_reshard
-
                 x = emit_reshard(value.variants[source], value.layout(source), sharding, self.mesh)
         value.variants[sharding] = x
         return x

@@ -14,9 +14,10 @@ the cases are not listed but searched, with a lower bound that tells when to sto
     partial over x -> (x, -)    reduce-scatter over x
     partial over x -> (y, -)    slice y, then all-reduce over x of half as much
 
-`reshard_model` says what a step does and costs, `reshard_search` finds the path, `reshard_emit`
-(with `reshard_rounds`) has the steps' lax code, and this module brings a question into the canonical form they work on: atoms become *chunks*, runs that source and
-target keep together, so that the work does not grow with the mesh.
+`reshard_model` says what a step does and costs, `reshard_search` finds the path, `reshard_emit` and
+`reshard_rounds` have the steps' lax code.  This module brings a question into the form they work
+on: atoms become *chunks*, runs that source and target keep together, so that the work does not grow
+with the mesh.
 """
 
 from __future__ import annotations

@@ -247,12 +247,13 @@ class Problem:
         most = 1
         for have, goal in zip(state.dims, self.target.dims, strict=True):
             for c in have if have != goal and self.shape == self.padded else ():
-                if c not in goal and self.sizes[c] > most and c in self._splitting:
+                if c not in goal and self.sizes[c] > most and c in self.splitting:
                     most = self.sizes[c]
         return most
 
     @functools.cached_property
-    def _splitting(self) -> frozenset[int]:
+    def splitting(self) -> frozenset[int]:
+        """The chunks that split dims of the target."""
         return frozenset(c for d in self.target.dims for c in d)
 
     def is_roomy(self) -> bool:

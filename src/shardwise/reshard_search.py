@@ -20,7 +20,8 @@ from typing import NamedTuple
 from shardwise.reshard_model import Chunks, Hop, Problem, State, common
 
 MAX_CHUNKS = 6  # with more, only moves toward the target are tried
-MAX_HOPS = 5000  # hops the full search may price before it falls back to those moves
+MAX_HOPS = 4000  # hops the full search may price before it falls back to those moves
+MAX_HOPS_BELOW = 1500  # and when there is a plan already
 
 Dims = tuple[Chunks, ...]
 
@@ -79,7 +80,7 @@ class _Search:
             for after, price, rest in self.steps(state):
                 ticket += 1
                 heapq.heappush(heap, (price + greed * rest, rest, ticket, after))
-            if self.wide and self.priced > MAX_HOPS:
+            if self.wide and self.priced > (MAX_HOPS if self.below is None else MAX_HOPS_BELOW):
                 return None
         return None
 
@@ -184,9 +185,9 @@ def _slices(p: Problem, state: State, pending: bool) -> Iterator[State]:
     them.  A chunk that the target does not use only helps while a reduction is pending.
     """
     used = {c for d in state.dims for c in d} | set(state.partial)
-    wanted = {c for d in p.target.dims for c in d}
-    for c in range(len(p.sizes)):
-        if c not in used and (pending or c in wanted):
+    free = [c for c in range(len(p.sizes)) if c not in used]
+    for (c,) in _choices(p, free, 1):
+        if pending or c in p.splitting:
             for placed in _placements(p, state.dims, (c,), range(len(state.dims)), True):
                 yield State(placed, state.partial)
 
@@ -209,6 +210,24 @@ def _reductions(p: Problem, state: State, pending: Chunks, wide: bool) -> Iterat
         for placed in _placements(p, state.dims, chunks, dims, wide):
             yield State(placed, left)
         yield State(state.dims, left)
+
+
+def _choices(p: Problem, chunks: Sequence[int], n: int) -> Iterator[Chunks]:
+    """The ways to take n of the chunks, all pending or all replicated.
+
+    Two that the target puts on no dim, of one size and weight, are the same to it: of such, the
+    first are taken.
+    """
+    alike: dict[int, list[int]] = {}
+    for c in chunks:
+        alike[c] = [
+            b for b in chunks
+            if b < c and not {b, c} & p.splitting
+            and (p.sizes[b], p.weights[b]) == (p.sizes[c], p.weights[c])
+        ]  # fmt: skip
+    for some in itertools.combinations(chunks, n):
+        if all(b in some for c in some for b in alike[c]):
+            yield some
 
 
 def _cuts(dims: Dims, keep: Sequence[int], wide: bool) -> Iterator[tuple[int, ...]]:

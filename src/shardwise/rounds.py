@@ -118,11 +118,16 @@ def plan_rounds(m: Messages, wanted: Rows, block: int, length: int) -> Plan:
     shards = wanted.shards
     make = functools.partial(_steps, shards=shards, block=block, length=length)
     local = m.src == m.dst
+    colour, fixed = colour_messages(m.pick(~local))
+    if fixed:
+        local &= ~_free_riders(m, local)
+        colour, _ = colour_messages(m.pick(~local))
     mine, theirs = m.pick(local), m.pick(~local)
-    steps = make(theirs, *colour_messages(theirs))
+    steps = make(theirs, colour, fixed)
     rows = sum(s.rows for s in steps)
     by_shift = classes(mine.src_off - mine.dst_off) if len(mine) else mine.src
-    if len(mine) and is_matching(mine, by_shift) and by_shift.max() <= repeats(mine.dst).max():
+    alike = len(mine) > 0 and is_matching(mine, by_shift)
+    if alike and by_shift.max() <= repeats(mine.dst).max():
         steps += make(mine, by_shift, True)
     else:
         steps += make(mine, repeats(mine.dst), False)
@@ -162,6 +167,22 @@ def colour_messages(m: Messages) -> tuple[Ints, bool]:
     return colour, not moving
 
 
+def _free_riders(m: Messages, local: Ints) -> Ints:
+    """The local messages that lie in the window of a uniform permute: it may carry them as well.
+
+    Reversing an odd number of blocks leaves the middle one in place, for instance.
+    """
+    colour = classes(m.src_off - m.dst_off)
+    riders = local & np.isin(colour, colour[~local])
+    both = m.pick(~local | riders)
+    if not is_matching(both, classes(both.src_off - both.dst_off)):
+        return np.zeros_like(local)
+    theirs = m.pick(~local)
+    before = _price(theirs, classes(theirs.src_off - theirs.dst_off), True)
+    after = _price(both, classes(both.src_off - both.dst_off), True)
+    return riders & (before == after)
+
+
 def _price(m: Messages, colour: Ints, fixed: bool) -> tuple[int, int]:
     """Rows one device sends, and rounds; `fixed` windows span all their messages."""
     n = int(colour.max()) + 1
@@ -192,7 +213,9 @@ def _step(m: Messages, fixed: bool, shards: int, block: int, length: int) -> Ste
     else:
         start = np.minimum(m.src_off, block - rows)
     into = m.src_off - start
-    pairs = () if (m.src == m.dst).all() else tuple(zip(m.src.tolist(), m.dst.tolist(), strict=True))
+    pairs = (
+        () if (m.src == m.dst).all() else tuple(zip(m.src.tolist(), m.dst.tolist(), strict=True))
+    )
     lo, hi = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
     lo[m.dst], hi[m.dst] = into, into + m.length
     put = m.dst_off - into

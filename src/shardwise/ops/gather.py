@@ -42,7 +42,6 @@ def _gather(eqn: Eqn) -> FactorRule:
         [f.operand, f.indices],
         [f.slices],
         reduced=dict.fromkeys(f.addressed, pending_op(operand.dtype)),
-        special=[*f.addressed, *f.windows],
         whole=f.whole,
         linear=((0,),) if zero_fill else (),
     )

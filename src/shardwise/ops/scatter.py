@@ -81,7 +81,6 @@ def _scatter(eqn: Eqn) -> FactorRule:
         [f.operand, f.indices, f.slices],
         [f.operand],
         reduced=dict.fromkeys(places, kind.op) if kind.op else {},
-        special=[*f.addressed, *f.windows],
         whole=[*f.whole, *([] if kind.op else places)],
         linear=((0, 2),) if kind.op == "sum" or kind is _SET else ((0,),) if kind.op == "prod" else (),
     )
