@@ -172,6 +172,7 @@ MEANINGS = [
     (lambda x: mesh_split(x, np.arange(8).reshape(2, 4), [-1, 1]), ((), Y), (), None),
     (lambda x: mesh_split(x, (2, 4), [0, -1], [0, 1]), (("x",), ()), {0, 1}, None),
     (lambda x: mesh_split(x, (2, 4), [-1, -1]), ((), ()), (), None),
+    (lambda x: mesh_split(x, (2, 4), [0, 1], [-1]), (("x",), Y), {1}, None),
     # The device mesh need not have the program's shape: 4x2 takes parts of the axes.
     (lambda x: mesh_split(x, (4, 2), [0, 1]), (("x", "y.0"), ("y.1",)), (), None),
     (lambda x: mesh_split(x, (2, 2, 2), [2, 0]), (("y.1",), ("x",)), (), None),
@@ -203,6 +204,7 @@ def test_meaning(case):
 @pytest.mark.parametrize("sizes, parts, atoms", [
     ({"x": 4, "y": 8}, 8, ("y.0", "y.1", "y.2")),       # the first axis of that size
     ({"x": 4, "y": 4}, 4, ("x.0", "x.1")),
+    ({"x": 2, "y": 2, "z": 4}, 4, ("z.0", "z.1")),
     ({"x": 2, "y": 2, "z": 3}, 6, ("y", "z")),           # a run of whole axes
     ({"x": 2, "y": 3, "z": 2, "w": 5}, 12, ("x", "y", "z")),
     ({"x": 4, "y": 2}, 8, ("x.0", "x.1", "y")),
@@ -249,6 +251,16 @@ def test_named_shardings_and_constraints_agree():
         Resolved(whole, frozenset({1}), (4, 5, 6, 7, 0, 1, 2, 3)),
         Resolved(half, frozenset({1})),
     ]
+
+
+def test_dims_a_constraint_leaves_open():
+    """JAX names them in the spec and in the equation; either is enough."""
+    mesh = abstract_mesh({"x": 2, "y": 4})
+    for spec, unconstrained in [(P("x", OPEN), frozenset()), (P("x"), frozenset({1}))]:
+        params = {"sharding": NamedSharding(mesh, spec), "unconstrained_dims": unconstrained}
+        assert from_constraint_params(params, 2, XY) == Resolved(
+            Sharding((("x",), ())), frozenset({1})
+        )
 
 
 def test_constraint_under_vmap_is_open():

@@ -171,7 +171,7 @@ def _match(tensor: np.ndarray, mesh: MeshAxes) -> tuple[tuple[Axes, ...], Device
     position = np.empty(tensor.size, int)
     position[tensor.ravel()] = np.arange(tensor.size)
     blocks = np.unravel_index(position, tensor.shape)[:-1]
-    found = [_atoms_of_blocks(b, n, mesh) for b, n in zip(blocks, tensor.shape[:-1], strict=True)]
+    found = [_atoms_of_blocks(b, mesh) for b in blocks]
     if None not in found:
         return tuple(f for f in found if f is not None), None
     left, dims = list(mesh.atoms), []
@@ -191,7 +191,7 @@ def take_atoms(size: int, atoms: Sequence[str], mesh: MeshAxes) -> Axes:
     return mesh.sort(taken)
 
 
-def _atoms_of_blocks(block: np.ndarray, size: int, mesh: MeshAxes) -> Axes | None:
+def _atoms_of_blocks(block: np.ndarray, mesh: MeshAxes) -> Axes | None:
     """The atoms, major first, whose coordinates spell each device's block number; or None."""
     stride_of: dict[str, int] = {}
     step = mesh.device_count
@@ -205,8 +205,7 @@ def _atoms_of_blocks(block: np.ndarray, size: int, mesh: MeshAxes) -> Axes | Non
         return None
     atoms = sorted(stride_of, key=stride_of.__getitem__, reverse=True)
     minor = [mesh.size(atoms[i + 1 :]) for i in range(len(atoms))]
-    right = [stride_of[a] for a in atoms] == minor and mesh.size(atoms) == size
-    return tuple(atoms) if right else None
+    return tuple(atoms) if [stride_of[a] for a in atoms] == minor else None
 
 
 def _order(wanted: np.ndarray, canonical: np.ndarray) -> DeviceOrder:

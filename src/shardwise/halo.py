@@ -1,11 +1,11 @@
-"""Realignment: the code that moves rows of one split dim between devices (GSPMD 4.3, halo exchange).
+"""Realignment: code that moves rows of one split dim between devices (GSPMD 4.3, halo exchange).
 
-`exchange` carries out a static `Plan`; `window` is the plan for windows at a fixed stride, such as a
-slice, a pad or a convolution needs; `shift` moves by an amount known only at run time; `regroup`
-follows any map of positions.  All of it is for one dim, split over a tuple of atoms, inside
-`shard_map`: several split dims are moved one after the other.
+`exchange` carries out a static `Plan`; `window` is the plan for windows at a fixed stride, which
+a slice, a pad or a convolution needs; `shift` moves by an amount known only at run time.  All of it
+is for one dim, split over a tuple of atoms, inside `shard_map`: several split dims are moved one
+after the other.
 
-    x[1:], 8 rows over 2:   device 0 takes 1 2 3 of its own and 4 from device 1: one permute of a row
+    x[1:], 8 rows over 2:   device 0 keeps 1 2 3 and gets 4 from device 1: one permute of one row
 
 Every start of a dynamic slice or update is in range by construction: blocks are padded or starts
 clipped first, and what must not be seen is masked.
@@ -14,7 +14,7 @@ clipped first, and what must not be seen is masked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp

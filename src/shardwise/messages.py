@@ -1,8 +1,8 @@
 """Which rows go from which device to which, and in what rounds: the first part of `halo.py`.
 
 One dim is cut over P devices.  What a device *holds* of it and what it *wants* of it are intervals
-of one shared coordinate (`Rows`); where they overlap, rows must travel (`Messages`).  A round is one
-collective-permute: every device sends at most one message and receives at most one, and all of them
+of one shared coordinate (`Rows`); where they overlap, rows must travel (`Messages`).  A round is
+one collective-permute: every device sends at most one message and receives at most one, and all
 travel at the length of the longest.  So rounds are colours of a bipartite graph whose edges are
 messages, and their price is the sum over colours of the longest message.
 
@@ -24,7 +24,7 @@ Ints = np.ndarray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """Device p holds, or wants, rows [lo[p], hi[p]) of a shared coordinate, from local row at[p] on.
+    """Device p holds or wants rows [lo[p], hi[p]) of a shared coordinate, from local row at[p] on.
 
     Empty where hi <= lo.  Rows held are disjoint between devices; rows wanted may overlap.
     """
@@ -35,7 +35,7 @@ class Rows:
 
     @staticmethod
     def blocks(shards: int, block: int, size: int, first: int = 0, at: int = 0) -> Rows:
-        """A dim of `size` rows in blocks of `block`, its row 0 being row `first` of the coordinate."""
+        """A dim of `size` rows in blocks; its row 0 is row `first` of the coordinate."""
         lo = np.arange(shards, dtype=np.int64) * block
         hi = np.minimum(lo + block, size)
         return Rows(lo + first, np.maximum(lo, hi) + first, np.full(shards, at, np.int64))

@@ -22,10 +22,12 @@ with the mesh.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
@@ -97,9 +99,26 @@ def emit_reshard(
     """
     if steps is None:
         steps = plan_reshard(src, dst, x.dtype.itemsize, mesh)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _emit_keys(x, src, steps, mesh)
     for step in steps:
         x = emit_step(x, src, step, mesh)
     return x
+
+
+def _emit_keys(x: jax.Array, src: Layout, steps: Sequence[Step], mesh: MeshAxes) -> jax.Array:
+    """Random keys travel as the integers they are made of, along one dim more."""
+    data = jax.random.key_data(x)
+    n = data.shape[-1]
+
+    def longer(s: Sharding) -> Sharding:
+        return dataclasses.replace(s, axes=(*s.axes, ()))
+
+    wide = Layout((*src.shape, n), (*src.padded, n), longer(src.sharding))
+    for step in steps:
+        step = dataclasses.replace(step, before=longer(step.before), after=longer(step.after))
+        data = emit_step(data, wide, step, mesh)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -123,7 +142,7 @@ def _plan(
         other = search(fine, below=plan.price) if len(finer) > len(runs) else None
         if other is not None:
             problem, plan, runs = fine, other, finer
-    return _steps(problem, plan, runs, src.sharding.op)
+    return _steps(problem, plan, runs, src.sharding.op, mesh)
 
 
 # ---- atoms to chunks and back --------------------------------------------------------------------
@@ -229,25 +248,33 @@ def _state(s: Sharding, runs: list[Axes]) -> State:
     return State(dims, tuple(sorted(of[x] for x in s.partial if x in of)))
 
 
-def _steps(problem: Problem, plan: Plan, runs: list[Axes], op: str) -> tuple[Step, ...]:
+def _steps(
+    problem: Problem, plan: Plan, runs: list[Axes], op: str, mesh: MeshAxes
+) -> tuple[Step, ...]:
     def atoms(chunks: Iterable[int]) -> Axes:
         return tuple(x for c in chunks for x in runs[c])
 
     def sharding(state: State) -> Sharding:
-        return Sharding(tuple(map(atoms, state.dims))).with_partial(atoms(state.partial), op)
+        pending = mesh.sort(atoms(state.partial))
+        return Sharding(tuple(map(atoms, state.dims))).with_partial(pending, op)
 
     return tuple(
         Step(
             hop.kind,
             sharding(hop.before),
             sharding(hop.after),
-            atoms(hop.chunks),
+            atoms(hop.chunks) if hop.kind in _ORDERED else mesh.sort(atoms(hop.chunks)),
             hop.cost / problem.scale,
             hop.rounds,
             _collectives(problem, hop, op),
         )
         for hop in plan.hops
     )
+
+
+# Where the order of devices decides which block goes where.  `lax.ppermute` is not among them: it
+# numbers devices in mesh order whatever the order of the names.
+_ORDERED = frozenset({"slice", "all-gather", "all-to-all", "reduce-scatter"})
 
 
 def _collectives(p: Problem, hop: Hop, op: str) -> tuple[tuple[str, float], ...]:

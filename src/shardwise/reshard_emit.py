@@ -239,7 +239,10 @@ def _extreme(x: Array, atoms: Axes, op: str) -> Array:
 
 
 def _exchange(x: Array, before: Layout, after: Layout, atoms: Axes, mesh: MeshAxes) -> Array:
-    """Every device gets its new block from those that hold it: one permute a round."""
+    """Every device gets its new block from those that hold it: one permute a round.
+
+    `atoms` must be in mesh order: `lax.ppermute` numbers devices so, whatever the names' order.
+    """
     lost, won = _minor(before, after), _minor(after, before)
     dims = tuple(sorted({*lost, *won}))
     plan = rounds(

@@ -42,7 +42,7 @@ class Step:
       kind: "slice", "all-gather", "all-to-all", "reduce-scatter", "all-reduce",
         "collective-permute" or "exchange" (`rounds` collective-permutes of a part of the block).
       before, after: the shardings it leads from and to.
-      atoms: the mesh atoms it runs over, in the order in which the collective counts devices.
+      atoms: the mesh atoms it runs over, in the order in which it counts devices.
       bytes: what one device sends, ring convention.
       rounds: number of collective-permutes of an exchange; else 1.
       collectives: (kind, bytes) of what is run: more than one for an exchange; a reduction without

@@ -14,6 +14,8 @@ import math
 
 import numpy as np
 
+from shardwise.messages import edge_colouring
+
 Positions = tuple[
     tuple[int, ...], ...
 ]  # per dim the atoms (by position) it is cut over, major first
@@ -54,10 +56,10 @@ def rounds(source: Positions, target: Positions, sizes: tuple[int, ...]) -> Roun
     wanted, wanter_at = _pieces(target, paste, grid, coordinates, sizes)
     out_slot, in_slot = _matched(held, wanted)
     width = held.shape[1]
-    colors = _colored(out_slot // width, in_slot // width, count, width)
+    colour = edge_colouring(out_slot // width, in_slot // width, np.ones_like(out_slot))
     pairs, sent, placed = [], [], []
     for r in range(width):
-        mine = colors == r
+        mine = colour == r
         outs, ins = out_slot[mine], in_slot[mine]
         pairs.append(list(zip((outs // width).tolist(), (ins // width).tolist(), strict=True)))
         for table, slots, at in ((sent, outs, holder_at), (placed, ins, wanter_at)):
@@ -83,9 +85,7 @@ def _pieces(
     Returns:
       int[devices, R]: the pieces' numbers in the grid; int[R, dims]: their places in the block.
     """
-    places = np.stack(
-        [i.reshape(-1) for i in np.indices(per_block)], axis=-1
-    )  # [R, dims], row-major
+    places = np.indices(per_block).reshape(len(per_block), -1).T
     number = np.zeros((coordinates.shape[1], len(places)), np.int64)
     for d, positions in enumerate(blocks):
         block = np.zeros(coordinates.shape[1], np.int64)
@@ -109,48 +109,3 @@ def _matched(held: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarr
     senders = np.concatenate([by_have[own_have], by_have[~own_have]])
     receivers = np.concatenate([by_want[own_want], by_want[~own_want]])
     return senders, receivers
-
-
-def _colored(senders: np.ndarray, receivers: np.ndarray, count: int, colors: int) -> np.ndarray:
-    """A round for every edge, so that no device sends or receives twice in one.
-
-    Edges are taken one by one.  Where the sender's free round a is not free at the receiver, the
-    path of edges in rounds a, b, a, ... that starts there is swapped (b free at the receiver); it
-    cannot end at the sender, since it arrives at senders by edges of round a only.
-    """
-    if colors == 1:
-        return np.zeros(len(senders), np.int64)
-    out = np.full((count, colors), -1)  # edge by sender and round
-    into = np.full((count, colors), -1)  # edge by receiver and round
-    color = np.full(len(senders), -1)
-    for edge, (s, t) in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
-        a, b = int(np.argmin(out[s])), int(np.argmin(into[t]))
-        if into[t, a] >= 0:
-            _swap_path(out, into, color, senders, receivers, t, a, b)
-        out[s, a] = into[t, a] = edge
-        color[edge] = a
-    return color
-
-
-def _swap_path(
-    out: np.ndarray,
-    into: np.ndarray,
-    color: np.ndarray,
-    senders: np.ndarray,
-    receivers: np.ndarray,
-    start: int,
-    a: int,
-    b: int,
-) -> None:
-    """Swap rounds a and b along the path that leaves receiver `start` by its edge of round a."""
-    path = []
-    edge, at_sender, wanted = into[start, a], True, b
-    while edge >= 0:
-        path.append(edge)
-        edge = out[senders[edge], wanted] if at_sender else into[receivers[edge], wanted]
-        at_sender, wanted = not at_sender, a if wanted == b else b
-    for e in path:
-        out[senders[e], color[e]] = into[receivers[e], color[e]] = -1
-    for e in path:
-        color[e] = a + b - color[e]
-        out[senders[e], color[e]] = into[receivers[e], color[e]] = e

@@ -208,10 +208,8 @@ def _steps(
 def _step(m: Messages, fixed: bool, shards: int, block: int, length: int) -> Step:
     low, high = int(m.src_off.min()), int((m.src_off + m.length).max())
     rows = high - low if fixed else int(m.length.max())
-    if high - low <= rows:  # one window serves every sender
-        start = np.full(len(m), low)
-    else:
-        start = np.minimum(m.src_off, block - rows)
+    # One window serves every sender where it can; otherwise each has its own, inside its block.
+    start = m.src_off * 0 + low if high - low <= rows else np.minimum(m.src_off, block - rows)
     into = m.src_off - start
     pairs = (
         () if (m.src == m.dst).all() else tuple(zip(m.src.tolist(), m.dst.tolist(), strict=True))

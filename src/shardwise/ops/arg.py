@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardwise import _jax
 from shardwise.factors import FactorRule, RuleBuilder
-from shardwise.ops.indexing import is_first, neutral
+from shardwise.ops.indexing import is_first
 from shardwise.ops.reduce import identity
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
@@ -79,7 +80,8 @@ def _arg_comm(ctx: LocalContext, eqn: Eqn) -> float:
     """Two all-reduces, of a rank and of a position for every result."""
     (axis,) = eqn.params["axes"]
     shards = ctx.mesh.size(ctx.ins[0].sharding.axes[axis])
-    each = max(4, eqn.invars[0].itemsize) + np.dtype(_position_dtype(ctx.ins[0].shape[axis])).itemsize
+    position = np.dtype(_position_dtype(ctx.ins[0].shape[axis]))
+    each = max(4, eqn.invars[0].itemsize) + position.itemsize
     return 2 * math.prod(ctx.local_out()) * each * (shards - 1) / shards
 
 
@@ -96,11 +98,12 @@ _MONOIDS = {
 
 def monoid_of(eqn: Eqn) -> str | None:
     """The reduction a generic `reduce` of one operand does, if its body is one known operation."""
-    jaxpr = eqn.params["jaxpr"]
+    jaxpr, _ = _jax.open_jaxpr(eqn.params["jaxpr"])
     if len(eqn.outvars) != 1 or len(jaxpr.eqns) != 1:
         return None
     (step,) = jaxpr.eqns
-    if set(map(id, step.invars)) != set(map(id, jaxpr.invars)) or step.outvars[0] is not jaxpr.outvars[0]:
+    given, taken = set(map(id, jaxpr.invars)), set(map(id, step.invars))
+    if given != taken or step.outvars[0] is not jaxpr.outvars[0]:
         return None
     op = _MONOIDS.get(step.primitive.name)
     if eqn.outvars[0].dtype == bool:
@@ -110,7 +113,7 @@ def monoid_of(eqn: Eqn) -> str | None:
 
 @rule(lax.reduce_p, level="reduce")
 def _reduce(eqn: Eqn) -> FactorRule:
-    """`i j, i j, (), () -> i, i  whole=j`; where the body is a known reduction, `max=j` and the like."""
+    """`i j, i j, (), () -> i, i  whole=j`; where the body is a known reduction, say `max=j`."""
     count = len(eqn.outvars)
     b = RuleBuilder()
     dims = b.factors(eqn.invars[0].shape)
@@ -134,5 +137,5 @@ def _reduce_local(ctx: LocalContext, eqn: Eqn, *xs: Any) -> Any:
         x, start = xs
         for dim in eqn.params["dimensions"]:
             x = ctx.mask(x, ctx.ins[0], dim, identity(op, x.dtype))
-        xs = x, jnp.where(is_first(ctx, atoms), start, neutral(op, start.dtype))
+        xs = x, jnp.where(is_first(ctx, atoms), start, identity(op, start.dtype))
     return eqn.primitive.bind(*xs, **eqn.params)

@@ -23,8 +23,8 @@ from shardwise.ops.indexing import (
     block_rows,
     index_factors,
     is_first,
-    neutral,
 )
+from shardwise.ops.reduce import identity
 from shardwise.ops.registry import LocalContext, local, rule
 from shardwise.program import Eqn
 
@@ -36,12 +36,12 @@ def _gather(eqn: Eqn) -> FactorRule:
     """Dims of the indices and dims taken whole pass through; addressed dims leave a pending sum."""
     operand, indices = eqn.invars
     b = RuleBuilder()
-    f = index_factors(b, Indexing.of(eqn), indices, eqn.outvars[0], operand.dtype)
+    f = index_factors(b, Indexing.of(eqn), indices, eqn.outvars[0])
     zero_fill = eqn.params["mode"] != _FILL or eqn.params["fill_value"] == 0
     return b.build(
         [f.operand, f.indices],
         [f.slices],
-        reduced=dict.fromkeys(f.addressed, pending_op(operand.dtype)),
+        reduced={a: pending_op(operand.dtype) for a in f.addressed if a not in f.whole},
         whole=f.whole,
         linear=((0,),) if zero_fill else (),
     )
@@ -49,7 +49,7 @@ def _gather(eqn: Eqn) -> FactorRule:
 
 def pending_op(dtype: Any) -> str:
     """How the terms of values held by one device each are put together."""
-    return "or" if dtype == bool else "sum"
+    return "or" if jnp.issubdtype(dtype, jnp.bool_) else "sum"
 
 
 @local(lax.gather_p)
@@ -100,7 +100,7 @@ def _gather_rows(eqn: Eqn, ix: Indexing, operand: Any, rows: Rows, kept: list[in
 
 def _mask(ctx: LocalContext, eqn: Eqn, ix: Indexing, out: Any, rows: Rows, kept: int) -> Any:
     """Zero what another block holds; where the start was out of range, fill on one device."""
-    zero = neutral(pending_op(out.dtype), out.dtype)
+    zero = identity(pending_op(out.dtype), out.dtype)
     shape = [*rows.held.shape, *[1] * kept]
     out = jnp.where(rows.held.reshape(shape), out, zero)
     if rows.valid is None:

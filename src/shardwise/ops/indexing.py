@@ -25,7 +25,6 @@ import numpy as np
 from jax import lax
 
 from shardwise.factors import RuleBuilder
-from shardwise.ops.reduce import identity
 from shardwise.ops.registry import LocalContext
 from shardwise.program import Eqn, Var
 from shardwise.sharding import Layout
@@ -59,11 +58,11 @@ class Indexing:
         n = eqn.params["dimension_numbers"]
         operand = eqn.invars[0]
         if hasattr(n, "offset_dims"):
-            slices, windows, starts = eqn.outvars[0], n.offset_dims, n.start_index_map
-            dropped, batching = n.collapsed_slice_dims, n.start_indices_batching_dims
+            slices, windows, dropped = eqn.outvars[0], n.offset_dims, n.collapsed_slice_dims
+            starts, batching = n.start_index_map, n.start_indices_batching_dims
         else:
-            slices, windows, starts = eqn.invars[2], n.update_window_dims, n.scatter_dims_to_operand_dims
-            dropped, batching = n.inserted_window_dims, n.scatter_indices_batching_dims
+            slices, windows, dropped = eqn.invars[2], n.update_window_dims, n.inserted_window_dims
+            starts, batching = n.scatter_dims_to_operand_dims, n.scatter_indices_batching_dims
         shared = dict(zip(map(int, n.operand_batching_dims), map(int, batching), strict=True))
         gone = {*map(int, dropped), *shared}
         places = iter(map(int, windows))
@@ -133,7 +132,7 @@ class IndexFactors:
     whole: list[int]
 
 
-def index_factors(b: RuleBuilder, ix: Indexing, indices: Var, slices: Var, dtype: Any) -> IndexFactors:
+def index_factors(b: RuleBuilder, ix: Indexing, indices: Var, slices: Var) -> IndexFactors:
     """Make the factors of a gather or scatter.
 
     Values of an extended dtype (random keys) cannot be masked: their indexed dims stay whole.
@@ -160,7 +159,7 @@ def index_factors(b: RuleBuilder, ix: Indexing, indices: Var, slices: Var, dtype
                 windows.append(out[w])
     index = [f for k, f in enumerate(batch) if k not in ix.shared.values()]
     whole = [vector]
-    if 0 in ix.shape or jnp.issubdtype(dtype, jax.dtypes.extended):
+    if 0 in ix.shape or jnp.issubdtype(slices.dtype, jax.dtypes.extended):
         whole += addressed + windows
     return IndexFactors(operand, [*batch, vector], out, addressed, index, windows, whole)
 
@@ -234,13 +233,6 @@ def block_rows(
     return Rows(clamp(index, last), held, valid, dims)
 
 
-def neutral(op: str, dtype: Any) -> Any:
-    """What leaves every value as it is, bit for bit: in a float sum -0.0, for 0.0 turns -0.0 to 0.0."""
-    if op == "sum" and jnp.issubdtype(dtype, jnp.inexact):
-        return -np.zeros((), dtype)
-    return identity(op, dtype)
-
-
 def is_first(ctx: LocalContext, atoms: Sequence[str]) -> Any:
-    """Whether this device is the one, of those that differ over `atoms`, that adds what all hold."""
+    """Whether this device, of those that differ over `atoms`, is to add what all of them hold."""
     return ctx.block_index(ctx.mesh.sort(atoms)) == 0

@@ -35,7 +35,7 @@ def _iota_2x32(eqn: Eqn) -> FactorRule:
 
 @local(_P["iota_2x32_shape"])
 def _iota_2x32_local(ctx: LocalContext, eqn: Eqn) -> tuple[Any, Any]:
-    """Positions of the block's elements, from one vector a dim: nothing of the global size is made."""
+    """Positions of the block's elements, from one vector a dim: nothing of global size is made."""
     shape, block = eqn.params["shape"], ctx.local_out()
     high = low = jnp.zeros((), jnp.uint32)
     small = math.prod(shape) <= 1 << _WORD
@@ -53,7 +53,7 @@ def _iota_2x32_local(ctx: LocalContext, eqn: Eqn) -> tuple[Any, Any]:
 
 
 def _times(x: Any, n: int) -> tuple[Any, Any]:
-    """High and low words of a uint32 times a constant below 2**64, modulo 2**64, in 32-bit steps."""
+    """High and low words of a uint32 times a constant below 2**64, modulo 2**64."""
     top, word = divmod(n, 1 << _WORD)
     half = np.uint32(16)
     mask = np.uint32(0xFFFF)

@@ -1,4 +1,4 @@
-"""scatter and its reducing forms: `x.at[i].set / add / multiply / min / max / apply`, gather's gradients.
+"""scatter and its reducing forms: `x.at[i].set`, `.add`, `.min`, `.apply`; gradients of gathers.
 
     t.at[ids].add(u)     v m, b s 1, b s m -> v m   sum=b,s
     x.at[100:132].set(u) v m, 1, w m -> v m         whole=w
@@ -29,7 +29,6 @@ from shardwise.ops.indexing import (
     in_range,
     index_factors,
     is_first,
-    neutral,
 )
 from shardwise.ops.reduce import identity
 from shardwise.ops.registry import LocalContext, local, rule
@@ -42,20 +41,23 @@ class _Kind(NamedTuple):
     Attributes:
       op: the pending reduction that split updates leave, None where they cannot be combined.
       combine: (old, update) -> new; None where only the primitive knows.
+      linear: as in `FactorRule`.
     """
 
     op: str | None
     combine: Callable[[Any, Any], Any] | None
+    linear: tuple[tuple[int, ...], ...] = ()
 
 
+_BOTH = ((0, 2),)  # a pending sum of the operand and of the updates
 _REDUCING = {
-    lax.scatter_add_p: _Kind("sum", lax.add),
-    lax.scatter_sub_p: _Kind("sum", lax.sub),
-    lax.scatter_mul_p: _Kind("prod", lax.mul),
+    lax.scatter_add_p: _Kind("sum", lax.add, _BOTH),
+    lax.scatter_sub_p: _Kind("sum", lax.sub, _BOTH),
+    lax.scatter_mul_p: _Kind("prod", lax.mul, ((0,),)),
     lax.scatter_min_p: _Kind("min", lax.min),
     lax.scatter_max_p: _Kind("max", lax.max),
 }
-_SET = _Kind(None, lambda old, new: new)
+_SET = _Kind(None, lambda old, new: new, _BOTH)
 _APPLY = _Kind(None, None)
 _BOOL = {"min": "and", "max": "or"}
 _IDEMPOTENT = ("min", "max", "and", "or")
@@ -65,7 +67,7 @@ def _kind(eqn: Eqn) -> _Kind:
     kind = _REDUCING.get(eqn.primitive)
     if kind is None:
         return _SET if eqn.params["update_jaxpr"] is None else _APPLY
-    if eqn.outvars[0].dtype == bool:
+    if jnp.issubdtype(eqn.outvars[0].dtype, jnp.bool_):
         return kind._replace(op=_BOOL[kind.op])
     return kind
 
@@ -73,16 +75,16 @@ def _kind(eqn: Eqn) -> _Kind:
 @rule(lax.scatter_p, *_REDUCING, level="dims")
 def _scatter(eqn: Eqn) -> FactorRule:
     """Windows taken whole pass through; dims of the indices leave a pending reduction."""
-    operand, indices, updates = eqn.invars
+    _, indices, updates = eqn.invars
     b, kind = RuleBuilder(), _kind(eqn)
-    f = index_factors(b, Indexing.of(eqn), indices, updates, operand.dtype)
+    f = index_factors(b, Indexing.of(eqn), indices, updates)
     places = [*f.index, *f.windows]
     return b.build(
         [f.operand, f.indices, f.slices],
         [f.operand],
         reduced=dict.fromkeys(places, kind.op) if kind.op else {},
         whole=[*f.whole, *([] if kind.op else places)],
-        linear=((0, 2),) if kind.op == "sum" or kind is _SET else ((0,),) if kind.op == "prod" else (),
+        linear=kind.linear,
     )
 
 
@@ -103,18 +105,19 @@ def _scatter_local(ctx: LocalContext, eqn: Eqn, operand: Any, indices: Any, upda
 
 
 def _own_term(ctx: LocalContext, op: str, operand: Any) -> Any:
-    """The operand on the one device that counts it, the neutral value on those it reduces with."""
+    """The operand on the one device that counts it, the identity on those it reduces with."""
     atoms = [a for f, _ in ctx.rule.reduced for a in ctx.axes(f)]
     if not atoms or op in _IDEMPOTENT:
         return operand
-    return jnp.where(is_first(ctx, atoms), operand, neutral(op, operand.dtype))
+    return jnp.where(is_first(ctx, atoms), operand, identity(op, operand.dtype))
 
 
 def _idle(eqn: Eqn) -> Any:
-    """The update that changes nothing: 0.0 where it is subtracted, -0.0 where it is added."""
+    """The update that changes nothing: -0.0 where it is added (0.0 would turn -0.0 to 0.0)."""
     kind, dtype = _kind(eqn), eqn.outvars[0].dtype
     assert kind.op is not None
-    return identity("sum", dtype) if kind.combine is lax.sub else neutral(kind.op, dtype)
+    value = identity(kind.op, dtype)
+    return -value if kind.combine is lax.add and jnp.issubdtype(dtype, jnp.inexact) else value
 
 
 def _mask_padding(ctx: LocalContext, ix: Indexing, idle: Any, updates: Any) -> Any:
