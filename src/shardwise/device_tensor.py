@@ -203,9 +203,9 @@ def _atoms_of_blocks(block: np.ndarray, mesh: MeshAxes) -> Axes | None:
             spelled += stride * (np.arange(mesh.device_count) // step % mesh.size_of[a])
     if not np.array_equal(spelled, block):
         return None
-    atoms = sorted(stride_of, key=stride_of.__getitem__, reverse=True)
-    minor = [mesh.size(atoms[i + 1 :]) for i in range(len(atoms))]
-    return tuple(atoms) if [stride_of[a] for a in atoms] == minor else None
+    # Every block number occurs, each equally often: so the strides are a mixed radix's, and sorting
+    # by them is all that is left to do.
+    return tuple(sorted(stride_of, key=stride_of.__getitem__, reverse=True))
 
 
 def _order(wanted: np.ndarray, canonical: np.ndarray) -> DeviceOrder:
@@ -215,6 +215,9 @@ def _order(wanted: np.ndarray, canonical: np.ndarray) -> DeviceOrder:
     """
     copies = wanted.shape[-1]
     out = np.empty(wanted.size, int)
+    if copies == 1:
+        out[canonical.ravel()] = wanted.ravel()
+        return tuple(map(int, out))
     for to, have in zip(wanted.reshape(-1, copies), canonical.reshape(-1, copies), strict=True):
         stay = np.intersect1d(to, have)
         out[stay] = stay

@@ -77,14 +77,20 @@ def cut(
     """
     n = x.shape[dim]
     if isinstance(start, int):
+        start = min(max(start, -rows), n)
         bounds = (start, start)
     lo, hi = (min(max(b, -rows), n) for b in bounds or (-rows, n))
-    x = pad_dim(x, dim, max(0, -lo), max(0, hi + rows - n), fill)
+    low, high = max(0, -lo), max(0, hi + rows - n)
     if isinstance(start, int):
-        return rows_at(x, dim, lo + max(0, -lo), rows)
+        return rows_at(pad_dim(x, dim, low, high, fill), dim, start + low, rows)
     if bounds != (lo, hi):
         start = jnp.clip(start, lo, hi)
-    return rows_at(x, dim, start + max(0, -lo) if lo < 0 else start, rows)
+    if (low or high) and 2 * rows < n:  # pad a few rows rather than the block
+        first = jnp.clip(start, 0, n - rows)
+        few = rows_at(x, dim, first, rows)
+        return rows_at(pad_dim(few, dim, rows, rows, fill), dim, start - first + rows, rows)
+    x = pad_dim(x, dim, low, high, fill)
+    return rows_at(x, dim, start + low if low else start, rows)
 
 
 def iota_of(x: Any, dim: int) -> Any:

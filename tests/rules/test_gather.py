@@ -201,7 +201,7 @@ def _ordered(fn: Callable[..., Any], args: list[np.ndarray], atoms: tuple[str, .
 
 def test_sizes_0_and_1() -> None:
     right(embed, table(1, 3), positions(0, 0))
-    right(embed, table(5, 2), np.zeros((0,), np.int32))
+    right(windows((1, 2)), table(5, 2), np.zeros((0, 2), np.int32))
     right(windows((2, 0)), table(5, 0), positions([0, 0], [4, 0]))
 
 

@@ -53,6 +53,14 @@ def by_growth(ctx: LocalContext, dims: Iterable[int]) -> list[int]:
     return sorted(dims, key=lambda d: after[d] / max(before[d], 1))
 
 
+def before(ctx: LocalContext, moved: Iterable[int]) -> list[int]:
+    """The block when all dims but `moved` are done: what slices move, they move last."""
+    done, todo = list(ctx.local_out()), ctx.local_in(0)
+    for d in moved:
+        done[d] = todo[d]
+    return done
+
+
 def empty(ctx: LocalContext) -> bool:
     return 0 in ctx.local_out()
 

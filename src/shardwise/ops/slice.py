@@ -15,6 +15,7 @@ from shardwise.messages import Rows, overlaps
 from shardwise.ops.moves import (
     APART,
     TIED,
+    before,
     by_growth,
     bytes_sent,
     choices,
@@ -156,7 +157,5 @@ def _slice_apart(ctx: LocalContext, x: Any, d: int, start: int, stride: int) -> 
 @comm(lax.slice_p)
 def _slice_comm(ctx: LocalContext, eqn: Eqn) -> float:
     moved = moved_dims(ctx, sliced_dims(eqn))
-    shape = [
-        (ctx.local_in(0) if d in moved else ctx.local_out())[d] for d in range(len(ctx.local_out()))
-    ]
-    return bytes_sent(ctx, eqn, moved, lambda d: _slice_plan(ctx, eqn, d)[2].rows, shape)
+    rows = {d: _slice_plan(ctx, eqn, d)[2].rows for d in moved}
+    return bytes_sent(ctx, eqn, moved, rows.__getitem__, before(ctx, moved))
