@@ -191,11 +191,24 @@ SHAPES = [
 ]
 
 
+def sample(mesh: MeshAxes, shape: Sequence[int], padded: Sequence[int]) -> list[Pair]:
+    """Pairs with no repetition of one plan's list of kinds before all lists are there."""
+    pairs = all_pairs(mesh, shape, padded)
+    random.Random(0).shuffle(pairs)
+    seen: dict[tuple[str, ...], int] = {}
+
+    def turn(pair: Pair) -> int:
+        kinds = tuple(s.kind for s in plan_reshard(*pair, 4, mesh))
+        seen[kinds] = seen.get(kinds, 0) + 1
+        return seen[kinds]
+
+    return sorted(pairs[:400], key=turn)[:40]
+
+
 @pytest.mark.parametrize("axes, shape, padded", SHAPES)
 def test_any_sharding_to_any_other(axes, shape, padded):
     mesh = MeshAxes(tuple(axes), tuple(axes.values()))
-    pairs = all_pairs(mesh, shape, padded)
-    check(random.Random(0).sample(pairs, min(60, len(pairs))), mesh)
+    check(sample(mesh, shape, padded), mesh)
 
 
 def test_every_kind_of_step_is_run():
@@ -203,8 +216,7 @@ def test_every_kind_of_step_is_run():
     kinds = set()
     for axes, shape, padded in SHAPES:
         mesh = MeshAxes(tuple(axes), tuple(axes.values()))
-        pairs = all_pairs(mesh, shape, padded)
-        for src, dst in random.Random(0).sample(pairs, min(60, len(pairs))):
+        for src, dst in sample(mesh, shape, padded):
             kinds |= {s.kind for s in plan_reshard(src, dst, 4, mesh)}
     assert kinds == {
         "slice", "all-gather", "all-to-all", "reduce-scatter", "all-reduce",
@@ -212,27 +224,35 @@ def test_every_kind_of_step_is_run():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", ["max", "min", "prod", "and", "or", "xor"])
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.int8, np.bool_])
-def test_other_pending_reductions(op, dtype):
-    if dtype == np.float32 and op in ("and", "or", "xor"):
-        pytest.skip("no bitwise operations on floats")
+OPS = {
+    np.float32: ("max", "min", "prod"),
+    np.int32: ("max", "min", "prod", "and", "or", "xor"),
+    np.int8: ("and", "xor"),
+    np.bool_: ("max", "min", "and", "or", "xor"),
+}
+
+
+@pytest.mark.parametrize("dtype", OPS)
+def test_other_pending_reductions(dtype):
+    pending = [
+        p
+        for shape, padded in (((7, 8), (8, 8)), ((3,), (4,)))
+        for p in all_pairs(X4Y2, shape, padded)
+        if p[0].sharding.partial
+    ]
     pairs = []
-    for shape, padded in (((7, 8), (8, 8)), ((3,), (4,)), ((), ())):
-        mesh = X4Y2
-        for src, dst in all_pairs(mesh, shape, padded) if shape else []:
-            if src.sharding.partial:
-                pending = src.sharding.with_partial(src.sharding.partial, op)
-                pairs.append((src.with_sharding(pending), dst.with_partial(dst.partial, op)))
-    pairs = random.Random(1).sample(pairs, 24)
-    scalar = Layout((), (), Sharding((), mesh.atoms, op))
-    check([*pairs, (scalar, Sharding(()))], X4Y2, dtype)
+    for op in OPS[dtype]:
+        for src, dst in random.Random(op).sample(pending, 6):
+            start = src.sharding.with_partial(src.sharding.partial, op)
+            pairs.append((src.with_sharding(start), dst.with_partial(dst.partial, op)))
+        pairs.append((even((), Sharding((), X4Y2.atoms, op)), Sharding(())))
+    check(pairs, X4Y2, dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.complex64, np.int8, np.uint8, np.float16])
 def test_other_dtypes(dtype):
     pairs = all_pairs(X4Y2, (5, 4), (8, 4))
-    check(random.Random(2).sample(pairs, 20), X4Y2, dtype)
+    check(random.Random(2).sample(pairs, 12), X4Y2, dtype)
 
 
 def test_complex_prod_and_bool_moves():
@@ -306,9 +326,7 @@ def test_a_plan_made_elsewhere():
 # ---- what is compiled ----------------------------------------------------------------------------
 
 _BITS = {"f32": 4, "s32": 4, "pred": 1, "bf16": 2, "s8": 1, "c64": 8}
-_OP = re.compile(
-    r"= (\(?[^=]*?\)?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\("
-)
+_OP = re.compile(r"= (.*?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(")
 
 
 def compiled(pair: Pair, mesh: MeshAxes, dtype: object = np.float32) -> list[tuple[str, float]]:
@@ -378,14 +396,13 @@ def test_the_compiled_program_reduces_as_the_plan_says(op, partial, a, b):
 
 
 def test_a_small_product_is_gathered_and_a_large_one_scattered():
-    mesh = X4Y2
     kinds = []
-    for size in (1, 4096):
-        src = even((size,), spread(mesh, "", partial="xy", op="prod"))
-        [step] = plan_reshard(src, spread(mesh, ""), 4, mesh)
+    for size, axes in ((1, "y"), (4096, "xy")):
+        pair = even((size,), spread(X4Y2, "", partial=axes, op="prod")), spread(X4Y2, "")
+        [step] = [s for s in plan_reshard(*pair, 4, X4Y2) if s.kind != "slice"]
         assert step.kind == "all-reduce"
         kinds.append([kind for kind, _ in step.collectives])
-        assert compiled((src, spread(mesh, "")), mesh) == list(step.collectives)
+        assert compiled(pair, X4Y2) == list(step.collectives)
     assert kinds == [["all-gather"], ["all-to-all", "all-gather"]]
 
 

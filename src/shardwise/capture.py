@@ -2,8 +2,7 @@
 
 JAX traces the function; calls (jit, custom derivatives, closed calls) are inlined, so that rules see
 primitives only; scan, while, cond, checkpoint and the user's own shard_map stay structured, with
-their bodies captured the same way.  Random bits are written out as arithmetic on positions, which
-is what makes their values independent of the sharding.
+their bodies captured the same way.  Primitives that abbreviate others are written out (`spelling`).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import jax
 
 from shardwise import _jax
 from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.spelling import respell
 
 # primitive name -> the parameter that holds the function to inline
 _INLINED = {
@@ -29,10 +29,11 @@ _INLINED = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_vmap_call": "call",
     "custom_lin": "call_jaxpr",
+    "composite": "jaxpr",
 }
 
 # Identities that say nothing about values: their result is their operand.
-_IDENTITIES = frozenset(["name", "stop_gradient", "device_put", "copy"])
+_IDENTITIES = frozenset(["name", "stop_gradient", "device_put", "copy", "tie"])
 
 # primitive name -> the parameters that hold bodies, in order
 _STRUCTURED = {
@@ -46,7 +47,8 @@ _STRUCTURED = {
 
 
 class _Capture:
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
         self.ids = 0
         self.eqn_ids = 0
 
@@ -85,12 +87,13 @@ class _Capture:
             name = eqn.primitive.name
             if (key := _INLINED.get(name)) and key in eqn.params:
                 outs = self.call(eqn, eqn.params[key], args, body)
-            elif name == "random_bits" and (expanded := _random_bits(eqn)) is not None:
-                outs = self.inline(expanded, args, body)
+            elif (written_out := respell(eqn, self.platform)) is not None:
+                first = len(body.eqns)
+                outs = self.inline(written_out, args, body)
+                for e in body.eqns[first:]:
+                    e.info = eqn.source_info  # the user wrote the short form
             elif name in _IDENTITIES:
                 outs = args[: len(eqn.outvars)]
-            elif name == "split":
-                outs = self.inline(_slices(eqn), args, body)
             else:
                 outs = [self.var(v.aval) for v in eqn.outvars]
                 body.eqns.append(self.equation(eqn, args, outs))
@@ -141,37 +144,6 @@ def _constraint_p() -> Any:
     return primitives.sharding_constraint_p
 
 
-def _random_bits(eqn: Any) -> Any | None:
-    """`random_bits` of a counter-based generator as a jaxpr of elementwise operations, else None."""
-    aval = eqn.invars[0].aval
-    impl = _jax.random_bits_impl(aval.dtype)
-    if impl is None or "threefry" not in _jax.key_impl_name(aval.dtype):
-        return None
-    width, shape = eqn.params["bit_width"], eqn.params["shape"]
-
-    def bits(keys: Any) -> Any:
-        one = lambda raw: impl(raw, width, shape)  # noqa: E731
-        for _ in aval.shape:
-            one = jax.vmap(one)
-        return one(jax.random.key_data(keys))
-
-    return jax.make_jaxpr(bits)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-
-
-def _slices(eqn: Any) -> Any:
-    """`split` as the slices it is: one rule fewer, and each piece is moved on its own."""
-    aval, axis = eqn.invars[0].aval, eqn.params["axis"]
-
-    def slices(x: Any) -> list[Any]:
-        out, at = [], 0
-        for size in eqn.params["sizes"]:
-            out.append(jax.lax.slice_in_dim(x, at, at + size, axis=axis))
-            at += size
-        return out
-
-    return jax.make_jaxpr(slices)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-
-
 def prune(body: Body) -> None:
     """Drop equations whose results nobody reads (those with effects stay)."""
     live = set(body.outvars)
@@ -207,6 +179,6 @@ def capture(
     return capture_jaxpr(closed, names), jax.tree.structure(out_shape)
 
 
-def capture_jaxpr(closed: Any, names: Sequence[str] = ()) -> Body:
-    """A closed jaxpr as a flat `Body`."""
-    return _Capture().body(_jax.dce(closed), names)
+def capture_jaxpr(closed: Any, names: Sequence[str] = (), platform: str = "") -> Body:
+    """A closed jaxpr as a flat `Body`, for a platform (`lax.platform_dependent`; else the default's)."""
+    return _Capture(platform or jax.default_backend()).body(_jax.dce(closed), names)

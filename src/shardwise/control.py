@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from shardwise.accumulate import carry_shardings
+from shardwise.cost import comm
+from shardwise.ops.registry import LocalContext
 from shardwise.partition import Note, Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.sharding import Sharding
@@ -83,29 +87,84 @@ def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
 
 
 def while_loop(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    """A loop until a predicate is false; vmapped, until all of a batch of predicates are.
+
+    A batch of predicates means that each element stops by itself.  Where neither body communicates, a
+    device runs until its own elements are done; else all devices agree in every iteration.
+    """
     cond, body = eqn.bodies
     n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry_vars = body.invars[m:]
-    carry_s = [p.wanted(v) for v in carry_vars]
+    (go_var,) = cond.outvars
+    carry_s = _aligned(p.wanted(go_var), [p.wanted(v) for v in carry_vars])
     cond_s = [p.wanted(v) for v in cond.invars[:n]]
     body_s = [p.wanted(v) for v in body.invars[:m]]
     cond_blocks = hand(p, eqn, ins[:n], cond.invars[:n], cond_s)
     body_blocks = hand(p, eqn, ins[n : n + m], body.invars[:m], body_s)
     init = hand(p, eqn, ins[n + m :], carry_vars, carry_s)
 
-    def cond_fn(carry: Sequence[Any]) -> Any:
+    def predicate(carry: Sequence[Any]) -> Value:
         values = [p.value(v, b, s) for v, b, s in zip(cond.invars[:n], cond_blocks, cond_s, strict=True)]
         values += [p.value(v, b, s) for v, b, s in zip(cond.invars[n:], carry, carry_s, strict=True)]
-        (go,) = p.run(cond, values)
-        return p.get(go, Sharding(()), Note(eqn, "loop", var=cond.outvars[0]))
+        return p.run(cond, values)[0]
 
-    def body_fn(carry: Sequence[Any]) -> Any:
+    def step(carry: Sequence[Any]) -> list[Any]:
         values = [p.value(v, b, s) for v, b, s in zip(body.invars[:m], body_blocks, body_s, strict=True)]
         values += [p.value(v, b, s) for v, b, s in zip(carry_vars, carry, carry_s, strict=True)]
         return hand(p, eqn, p.run(body, values), carry_vars, carry_s)
 
-    final = lax.while_loop(cond_fn, body_fn, init)
+    if not go_var.shape:
+        go = lambda carry: p.get(predicate(carry), Sharding(()), Note(eqn, "loop", var=go_var))  # noqa: E731
+        final = lax.while_loop(go, step, init)
+    else:
+        final = _batched_while(p, eqn, go_var, predicate, step, carry_s, init)
     return [p.value(o, b, s) for o, b, s in zip(eqn.outvars, final, carry_s, strict=True)]
+
+
+def _batched_while(
+    p: Partitioner, eqn: Eqn, go_var: Var, predicate: Callable[..., Value],
+    step: Callable[..., list[Any]], carry_s: Sequence[Sharding], init: Sequence[Any],
+) -> Any:  # fmt: skip
+    """Elements whose predicate is false keep their carry; the loop ends when none is left."""
+    rank = go_var.rank
+    aligned = Sharding(carry_s[0].axes[:rank])
+    note = Note(eqn, "loop", var=go_var)
+
+    def going(carry: Sequence[Any]) -> Any:
+        """The predicates as the carries lie, false in the padding (it must not keep a loop alive)."""
+        value = predicate(carry)
+        x = p.get(value, aligned, note)
+        ctx = LocalContext(p.mesh, None, {}, (), ())  # type: ignore[arg-type]
+        for d in range(rank):
+            x = ctx.mask(x, value.layout(aligned), d, False)
+        return x
+
+    def kept(carry: Sequence[Any]) -> list[Any]:
+        go, new = going(carry), step(carry)
+        return [
+            lax.select(lax.broadcast_in_dim(go, a.shape, range(rank)), a, b)
+            for a, b in zip(new, carry, strict=True)
+        ]
+
+    trial = jax.make_jaxpr(lambda c: (going(c), step(c)))(list(init))
+    alone = not comm.find(trial, p.mesh)
+
+    def some(carry: Sequence[Any]) -> Any:
+        left = lax.reduce_or(going(carry), tuple(range(rank)))
+        if alone or not aligned.used:
+            return left
+        with p.noted(note):
+            return lax.pmax(left.astype(jnp.int32), p.mesh.sort(aligned.used)) > 0
+
+    return lax.while_loop(some, kept, list(init))
+
+
+def _aligned(predicate: Sharding, carries: Sequence[Sharding]) -> list[Sharding]:
+    """Carries of a vmapped loop with their batch dims split as the predicates are."""
+    n, used = predicate.rank, predicate.used
+    return [
+        Sharding((*predicate.axes, *(s.drop(used).axes[n:]))) if n else s for s in carries
+    ]
 
 
 def cond(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:

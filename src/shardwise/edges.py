@@ -86,7 +86,23 @@ def _equation(eqn: Eqn) -> list[Edge]:
 
 def _control_flow(eqn: Eqn) -> list[Edge]:
     pairs = {"scan": _scan, "while": _while, "cond": _cond}.get(eqn.name, _call)(eqn)
-    return [tie(a, b, eqn, eqn.name, stacked) for a, b, stacked in pairs if a.shape or b.shape]
+    edges = [tie(a, b, eqn, eqn.name, stacked) for a, b, stacked in pairs if a.shape or b.shape]
+    return edges + (_batch_dims(eqn) if eqn.name == "while" else [])
+
+
+def _batch_dims(eqn: Eqn) -> list[Edge]:
+    """A vmapped loop has a batch of predicates: `b -> b i j` to every carry, so that they lie alike."""
+    cond, body = eqn.bodies
+    (go,) = cond.outvars
+    if not go.shape or isinstance(go, Lit):
+        return []
+    out = []
+    for v in body.invars[eqn.params["body_nconsts"] :]:
+        build = RuleBuilder()
+        dims = build.factors(v.shape)
+        rule = build.build([dims[: go.rank]], [dims])
+        out.append(Edge(rule, [go, v], PASSES["elementwise"], eqn, "while"))
+    return out
 
 
 Pairs = list[tuple[Var, Var, bool]]

@@ -181,7 +181,7 @@ def gathered(factors: Factors, assignment: Assignment, sizes: Sequence[int], mes
     for f in factors:
         atoms = assignment.get(f, ())
         shards = mesh.size(atoms)
-        if sizes[f] % shards:
+        if sizes[f] % shards or not set(out).isdisjoint(atoms):
             break
         out = (*out, *atoms)
         if shards != sizes[f]:

@@ -24,7 +24,7 @@ from jax import lax
 from shardwise import messages
 from shardwise.mesh import MeshAxes
 from shardwise.messages import Rows
-from shardwise.rounds import Plan, Start, plan_exchange
+from shardwise.rounds import Plan, Start, Step, plan_exchange
 
 Axes = Sequence[str]
 
@@ -84,9 +84,9 @@ def cut(
     if isinstance(start, int):
         return rows_at(pad_dim(x, dim, low, high, fill), dim, start + low, rows)
     if bounds != (lo, hi):
-        start = jnp.clip(start, lo, hi)
+        start = lax.clamp(np.int32(lo), start, np.int32(hi))
     if (low or high) and 2 * rows < n:  # pad a few rows rather than the block
-        first = jnp.clip(start, 0, n - rows)
+        first = lax.clamp(np.int32(0), start, np.int32(n - rows))
         few = rows_at(x, dim, first, rows)
         return rows_at(pad_dim(few, dim, rows, rows, fill), dim, start - first + rows, rows)
     x = pad_dim(x, dim, low, high, fill)
@@ -98,6 +98,15 @@ def iota_of(x: Any, dim: int) -> Any:
     shape = [1] * x.ndim
     shape[dim] = x.shape[dim]
     return lax.broadcasted_iota(jnp.int32, shape, dim)
+
+
+def where(mask: Any, x: Any, y: Any) -> Any:
+    """`x` where `mask`, else `y` (like `x`, or a scalar); the mask broadcasts, or is a scalar."""
+    if getattr(mask, "ndim", 0):
+        mask = lax.broadcast_in_dim(mask, x.shape, range(x.ndim))
+    if not getattr(y, "ndim", 0):
+        y = lax.broadcast(jnp.asarray(y, x.dtype), x.shape)
+    return lax.select(mask, x, y)
 
 
 class Device:
@@ -147,7 +156,7 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
         held = i >= device.at(plan.cover[0])
     if plan.fills[1]:
         held &= i < device.at(plan.cover[1])
-    return jnp.where(held, out, jnp.asarray(fill, out.dtype))
+    return where(held, out, fill)
 
 
 def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
@@ -158,6 +167,8 @@ def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
     def zeros(rows: int) -> Any:
         return lax.full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), 0, x.dtype)
 
+    if not plan.steps:
+        return zeros(plan.length)
     if plan.side_by_side:
         parts, end = [], 0
         for step in sorted(plan.steps, key=lambda s: s.put):
@@ -165,18 +176,29 @@ def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
             end = step.put + step.rows
         parts += [zeros(plan.length - end)] * (plan.length > end)
         return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
-    lead = max((-int(np.min(s.put)) for s in plan.steps), default=0)
-    lead = max(lead, 0)
-    end = max((int(np.max(s.put)) + s.rows for s in plan.steps), default=0)
-    out = zeros(lead + max(end, plan.length))
+    lead = max(0, *(-int(np.min(s.put)) for s in plan.steps))
+    tail = max(0, *(int(np.max(s.put)) + s.rows - plan.length for s in plan.steps))
+    out = None
     for step in plan.steps:
-        new, start = piece(step), device.at(step.put) + lead
+        new, start = piece(step), device.at(step.put)
+        if out is None and isinstance(start, int) and not step.mask:
+            out = pad_dim(new, dim, lead + start, plan.length + tail - start - step.rows)
+            continue
+        out = zeros(lead + plan.length + tail) if out is None else out
+        start = start + lead if lead else start
         if step.mask:
-            i = iota_of(new, dim)
-            asked = (i >= device.at(step.lo)) & (i < device.at(step.hi))
-            new = jnp.where(asked, new, rows_at(out, dim, start, step.rows))
+            new = where(_asked(new, dim, device, step), new, rows_at(out, dim, start, step.rows))
         out = put_at(out, new, dim, start)
     return rows_at(out, dim, lead, plan.length)
+
+
+def _asked(window: Any, dim: int, device: Device, step: Step) -> Any:
+    """Which rows of a step's window were asked for; one predicate where it is all or none."""
+    if step.whole_or_nothing:
+        return device.at(step.hi) > 0
+    i = iota_of(window, dim)
+    asked = i < device.at(step.hi)
+    return asked & (i >= device.at(step.lo)) if step.lo.any() else asked
 
 
 def _scatter(x: Any, dim: int, device: Device, plan: Plan) -> Any:
@@ -184,7 +206,7 @@ def _scatter(x: Any, dim: int, device: Device, plan: Plan) -> Any:
     if plan.span is not None:
         i = iota_of(x, dim)
         held = (i >= device.at(plan.span[0])) & (i < device.at(plan.span[1]))
-        x = jnp.where(held, x, jnp.zeros((), x.dtype))
+        x = where(held, x, 0)
     bounds = (int(np.min(plan.start)), int(np.max(plan.start)))
     whole = cut(x, dim, device.at(plan.start), plan.shards * plan.length, 0, bounds)
     return sum_scatter(whole, dim, device.atoms)
@@ -274,7 +296,7 @@ def shift(
     blocks = lax.div(by, jnp.int32(block)) if reach >= block else 0
     for k in range((reach // block).bit_length()):
         moved = from_neighbour(x, 1 << k)
-        x = jnp.where((blocks >> k) & 1 == 1, moved, x)
+        x = where((blocks >> k) & 1 == 1, moved, x)
     halo = _halo(block, reach)
     if not halo:
         return x

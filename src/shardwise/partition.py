@@ -19,6 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from shardwise import _jax
 from shardwise.choose import Choice, Operand, Result, choose
@@ -89,13 +90,13 @@ class Partitioner:
         self._choices: dict[Any, tuple[Choice, Choice | None]] = {}
         self.eqn_choices: dict[Eqn, tuple[Choice, Choice | None]] = {}
         self.uses: dict[Var, Counter[str]] = {}
+        self._counted: set[Body] = set()
         self.watch: dict[Var, Value | None] = {}  # values a trial run wants to see
 
     def reset(self) -> None:
         """Forget what an earlier trace left: a plan may be traced again (lowered under another jit)."""
         self.notes.clear()
         self.fallbacks.clear()
-        self.uses.clear()
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -133,8 +134,9 @@ class Partitioner:
         if value.make is not None:
             x = value.make(sharding)
         elif sharding.partial and value.zero:
-            tiling = self.get(value, sharding.tiling, note)
-            x = tiling
+            x = self.get(value, sharding.tiling, note)
+        elif not any(_reachable(s, sharding) for s in value.variants):
+            x = self.as_term(value, sharding, note)
         else:
             source = min(
                 (s for s in value.variants if _reachable(s, sharding)),
@@ -149,6 +151,12 @@ class Partitioner:
                 x = emit_reshard(value.variants[source], value.layout(source), sharding, self.mesh)
         value.variants[sharding] = x
         return x
+
+    def as_term(self, value: Value, sharding: Sharding, note: Note | None) -> Any:
+        """A finished value as one term of a pending sum: itself on the first block, zero elsewhere."""
+        x = self.get(value, sharding.tiling, note)
+        first = lax.axis_index(sharding.partial) == 0
+        return jnp.where(first, x, jnp.zeros((), x.dtype))
 
     # -- programs ----------------------------------------------------------------------------------
 
@@ -174,6 +182,9 @@ class Partitioner:
         return [read(v) for v in body.outvars]
 
     def _count_uses(self, body: Body) -> None:
+        if body in self._counted:  # bodies run more than once: trial runs, branches
+            return
+        self._counted.add(body)
         for eqn in body.eqns:
             for v in dict.fromkeys(eqn.invars):
                 self.uses.setdefault(v, Counter())[eqn.name] += 1

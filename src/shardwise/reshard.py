@@ -132,6 +132,8 @@ def _plan(
     if src.sharding == dst:
         return ()
     _check(src, dst, mesh)
+    if 0 in src.shape:  # no element to move
+        return (Step("slice", src.sharding, dst, (), 0.0),)
     cost = dict(weights)
     runs = _runs(src.sharding, dst, mesh, cost)
     problem = _problem(src, dst, itemsize, mesh, cost, runs)

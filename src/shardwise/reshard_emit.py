@@ -33,6 +33,8 @@ Runs = tuple[Axes, ...]  # runs of atoms that move together
 def emit_step(x: Array, src: Layout, step: Step, mesh: MeshAxes) -> Array:
     """One step on the local block `x`; of `src` only the global shape and padded sizes are read."""
     before, after = src.with_sharding(step.before), src.with_sharding(step.after)
+    if 0 in src.shape:
+        return jnp.zeros(after.local_shape(mesh), x.dtype)
     x = _padded(x, before, after)
     if step.kind == "slice":
         x = _slice(x, before, after, mesh)

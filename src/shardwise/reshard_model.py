@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardwise.mesh import MeshAxes
@@ -114,9 +113,16 @@ class Problem:
 
     # ---- sizes -------------------------------------------------------------------------------
 
-    def size(self, chunks: Iterable[int]) -> int:
+    def size(self, chunks: Chunks) -> int:
         """Devices over `chunks`."""
-        return math.prod(self.sizes[c] for c in chunks)
+        n = self._size_of.get(chunks)
+        if n is None:
+            n = self._size_of[chunks] = math.prod(self.sizes[c] for c in chunks)
+        return n
+
+    @functools.cached_property
+    def _size_of(self) -> dict[Chunks, int]:
+        return {}  # the search asks for the same few products all the time
 
     @functools.cached_property
     def scale(self) -> int:
@@ -192,7 +198,7 @@ class Problem:
             kind = "collective-permute"
         else:
             kind = "exchange"
-            devices = self.size(set(lost) | set(won))
+            devices = self.size(tuple({*lost, *won}))
             if rounds > MAX_ROUNDS or rounds * devices > MAX_EXCHANGE:
                 return None
         cost = self.elements(a, b) * self.itemsize * self.scale
@@ -227,7 +233,7 @@ class Problem:
         waiting = self.size(state.partial) // kept
         if waiting > 1:
             devices = math.prod(self.sizes)
-            owners = devices // (kept * self.size(c for d in self.target.dims for c in d))
+            owners = devices // (kept * self.size(sum(self.target.dims, ())))
             elements = math.prod(self.shape) * kept * self.itemsize * self.scale
             messages = elements * (waiting + owners - 1) - elements // self._apart(state)
             return max(want, messages // devices)
@@ -258,7 +264,7 @@ class Problem:
 
     def is_roomy(self) -> bool:
         """Whether every dim could be split over all chunks at once."""
-        return all(size % self.size(range(len(self.sizes))) == 0 for size in self.padded)
+        return all(size % math.prod(self.sizes) == 0 for size in self.padded)
 
     def is_least(self, price: int) -> bool:
         """Whether a plan of this price sends no more bytes than any plan must."""

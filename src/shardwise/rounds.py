@@ -51,6 +51,11 @@ class Step:
     hi: Ints
     mask: bool = False
 
+    @property
+    def whole_or_nothing(self) -> bool:
+        """Whether every device asked for the whole window or for nothing of it."""
+        return not self.lo.any() and bool(np.isin(self.hi, (0, self.rows)).all())
+
     def placed(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Per device, in the result: start and end of the window, and of what was asked for."""
         put = np.broadcast_to(self.put, self.lo.shape)
@@ -247,8 +252,9 @@ def _leaves_junk(step: Step, later: list[Step], cover: tuple[Ints, Ints]) -> boo
     spans = [s.placed()[2:] for s in later]
     for a, b in ((start, lo), (hi, end)):
         a, b = np.maximum(a, cover[0]), np.minimum(b, cover[1])
-        for left, right in spans:  # what a later step writes properly does not matter
-            a = np.where((left <= a) & (a < right), right, a)
+        for _ in spans:  # what later steps write properly, in whatever order, does not matter
+            for left, right in spans:
+                a = np.where((left <= a) & (a < right), right, a)
         if (a < b).any():
             return True
     return False

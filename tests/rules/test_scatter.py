@@ -95,14 +95,14 @@ def test_rows_with_duplicates_and_out_of_range(op: Callable[..., Any], mode: str
 @pytest.mark.parametrize("mode", ["clip", "drop"])
 def test_one_window_anywhere(op: Callable[..., Any], mode: str) -> None:
     """Inside a block, over one and two borders, at both ends, partly and wholly outside."""
-    for start in (-2, 0, 1, 3, 6, 7, 10):
+    for start in (-2, 0, 3, 6, 7):
         f = window(op, mode)
         right(f, values(10, 2), positions(start), values(4, 2, seed=1), mesh={"x": 3})
 
 
 def test_a_window_longer_than_a_block() -> None:
     for op in (lax.scatter, lax.scatter_add):
-        right(window(op), values(9, 2), positions(1), values(7, 2, seed=1), mesh={"x": 8})
+        right(window(op), values(9, 2), positions(1), values(7, 2, seed=1), mesh={"x": 8}, limit=16)
 
 
 @pytest.mark.parametrize("op", EVERY, ids=lambda f: f.__name__)
@@ -131,10 +131,11 @@ def test_a_window_dim_that_no_index_addresses() -> None:
 
 def test_static_slices_are_set_in_place() -> None:
     for mesh in MESHES:
-        right(lambda x, u: x.at[3:8].set(u), values(11, 2), values(5, 2, seed=1), mesh=mesh)
-        right(lambda x, u: x.at[1:9:3].add(u), values(11, 2), values(3, 2, seed=1), mesh=mesh)
-        right(lambda x, u: x.at[7].set(u), values(11, 2), values(2, seed=1), mesh=mesh)
-        right(lambda x, u: x.at[2:4, 1:3].set(u), values(5, 4), values(2, 2, seed=1), mesh=mesh)
+        few: Any = {"mesh": mesh, "limit": 8}
+        right(lambda x, u: x.at[3:8].set(u), values(11, 2), values(5, 2, seed=1), **few)
+        right(lambda x, u: x.at[1:9:3].add(u), values(11, 2), values(3, 2, seed=1), **few)
+        right(lambda x, u: x.at[7].set(u), values(11, 2), values(2, seed=1), **few)
+        right(lambda x, u: x.at[2:4, 1:3].set(u), values(5, 4), values(2, 2, seed=1), **few)
 
 
 def test_one_row_at_a_position_known_at_run_time() -> None:

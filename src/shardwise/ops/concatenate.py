@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from shardwise.factors import FactorRule, RuleBuilder
-from shardwise.halo import cut, exchange, iota_of, row_bytes
+from shardwise.halo import cut, exchange, iota_of, row_bytes, where
 from shardwise.messages import Messages, Rows, overlaps
 from shardwise.ops.moves import APART, TIED, empty, is_tied, split, zeros
 from shardwise.ops.registry import LocalContext, comm, local, rule
@@ -96,7 +95,7 @@ def _concatenate_local(ctx: LocalContext, eqn: Eqn, *xs: Any) -> Any:
     row = iota_of(out, dim) + ctx.block_index(atoms) * n
     for part, v in zip(parts[1:], eqn.invars, strict=False):
         first += v.shape[dim]
-        out = jnp.where(row >= first, part, out)
+        out = where(row >= first, part, out)
     return out
 
 

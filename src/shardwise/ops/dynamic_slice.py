@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from shardwise.halo import (
     shift,
     shift_rows,
     sum_scatter,
+    where,
     window_plan,
 )
 from shardwise.ops.moves import (
@@ -60,6 +62,7 @@ def changed_dims(eqn: Eqn) -> list[int]:
 
 def clamped(start: Any, most: int) -> Any:
     """A start of any integer type, clamped to [0, most] in its own type, as int32."""
+    start = jnp.asarray(start)
     dtype = start.dtype
     most = min(most, int(jnp.iinfo(dtype).max))
     return lax.clamp(np.zeros((), dtype), start, np.asarray(most, dtype)).astype(jnp.int32)
@@ -247,9 +250,9 @@ def _dynamic_update_slice_local(
             update, row, starts_at[d] = _own_rows(ctx, x, update, d, at, begin, reach)
         masks.append((row >= 0) & (row < eqn.invars[1].shape[d]))
     if masks:
-        mask = functools.reduce(jnp.logical_and, masks)
+        mask = functools.reduce(operator.and_, masks)
         now = lax.dynamic_slice(x, starts_at, update.shape, allow_negative_indices=False)
-        update = jnp.where(mask, update, now)
+        update = where(mask, update, now)
     return lax.dynamic_update_slice(x, update, starts_at, allow_negative_indices=False)
 
 
@@ -259,7 +262,7 @@ def _own_rows(
     """What of a whole update falls into my block: a window of it, the update rows the window stands
     for, and the row of my block it belongs to."""
     rows = min(update.shape[d], x.shape[d])
-    first = jnp.clip(at - begin, 0, x.shape[d] - rows)
+    first = lax.clamp(np.int32(0), at - begin, np.int32(x.shape[d] - rows))
     offset = first + begin - at
     blocks = ctx.mesh.size(split(ctx, d)[1]) - 1
     bounds = (x.shape[d] - rows - reach, blocks * x.shape[d])

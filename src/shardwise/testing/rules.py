@@ -29,7 +29,7 @@ _REDUCE = {
     "sum": lambda xs: sum(xs[1:], start=xs[0]),
     "max": lambda xs: np.maximum.reduce(xs),
     "min": lambda xs: np.minimum.reduce(xs),
-    "prod": lambda xs: np.multiply.reduce(xs),
+    "prod": lambda xs: np.multiply.reduce(xs, dtype=xs[0].dtype),
     "and": lambda xs: np.bitwise_and.reduce(xs),
     "or": lambda xs: np.bitwise_or.reduce(xs),
     "xor": lambda xs: np.bitwise_xor.reduce(xs),
