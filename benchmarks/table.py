@@ -6,9 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+
+_PLAIN_WIDTH = 150  # of output that is not a terminal
 
 
 def number(value: Any) -> str:
@@ -27,11 +31,21 @@ def show(title: str, rows: Sequence[dict[str, Any]], as_json: bool, note: str = 
     if as_json:
         print(json.dumps({"title": title, "rows": list(rows), "note": note}, default=str))
         return
-    table = Table(title=title, title_justify="left", caption=note or None)
-    for key in rows[0] if rows else ():
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    console.print(f"[bold]{escape(title)}[/]")
+    if rows:
+        console.print(_table(rows))
+    if note:
+        console.print(f"[dim]{escape(note)}")
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for key in rows[0]:
         left = any(isinstance(r[key], str) for r in rows)
         table.add_column(key, justify="left" if left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(escape(number(v)) for v in row.values()))
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=160)).print(table)
+    return table

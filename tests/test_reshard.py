@@ -192,7 +192,7 @@ SHAPES = [
 
 
 def sample(mesh: MeshAxes, shape: Sequence[int], padded: Sequence[int]) -> list[Pair]:
-    """Pairs with no repetition of one plan's list of kinds before all lists are there."""
+    """Forty random pairs, as different as can be: each list of kinds once before any is twice."""
     pairs = all_pairs(mesh, shape, padded)
     random.Random(0).shuffle(pairs)
     seen: dict[tuple[str, ...], int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,12 @@ from jax.interpreters import partial_eval
 
 traceback_util.register_exclusion(__file__)
 
-# Users' frames are those outside JAX and outside this package: source lines must be theirs.
-_PACKAGE = __file__[: -len("_jax.py")]
-source_info_util.register_exclusion(_PACKAGE)
+# Source lines must be the user's: frames of the partitioner are passed over.  The models and examples
+# that come with the package are users of it like any other.
+_PACKAGE = pathlib.Path(__file__).parent
+for _path in _PACKAGE.iterdir():
+    if _path.name not in ("nn", "demo", "__pycache__"):
+        source_info_util.register_exclusion(str(_path))
 
 CallPrimitive = core.CallPrimitive
 Literal = core.Literal

@@ -99,7 +99,7 @@ def choose(
     """
     best: list[Choice] = []
     for rule in rules:
-        for assignment in candidates(rule, operands, results, mesh):
+        for assignment in candidates(rule, operands, results, mesh, dot):
             for pending in _pending_sums(rule, operands):
                 c = _priced(rule, assignment, pending, operands, results, mesh, comm, dot)
                 if c is not None:
@@ -109,9 +109,18 @@ def choose(
 
 
 def candidates(
-    rule: FactorRule, operands: Sequence[Operand], results: Sequence[Result], mesh: MeshAxes
+    rule: FactorRule,
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    mesh: MeshAxes,
+    anywhere: bool = False,
 ) -> Iterator[Assignment]:
-    """Assignments worth pricing, each once, the plain ones (one value's own layout) first."""
+    """Assignments worth pricing, each once, the plain ones (one value's own layout) first.
+
+    An atom may split the factors some value has it on, or none.  `anywhere` lets it split any factor:
+    a contraction split over an axis can be cheaper with the axis on its batch, by an all-to-all before
+    and an all-gather after, than as a pending sum and an all-reduce.
+    """
     sources = _sources(rule, operands, results, mesh)
     seen = set()
 
@@ -127,7 +136,8 @@ def candidates(
         if fresh(a):
             yield a
     groups = _groups(plain, mesh)
-    options = [(*_options(group[0], plain), None) for group in groups]
+    every = [f for f in range(len(rule.sizes)) if anywhere and f not in rule.whole]
+    options = [(*dict.fromkeys([*_options(g[0], plain), *every]), None) for g in groups]
     for picks in itertools.islice(itertools.product(*options), MAX_CANDIDATES):
         a: Assignment = {}
         for group, f in zip(groups, picks, strict=True):

@@ -37,7 +37,7 @@ def rule_text(fn: Callable[..., Any], *args: Any) -> str:
 
 def table(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     x = np.random.default_rng(0).normal(size=shape) * 4
-    return x.astype(dtype) if dtype != bool else x > 0
+    return x.astype(dtype) if dtype is not bool else x > 0
 
 
 def positions(*values: Any, dtype: Any = np.int32) -> np.ndarray:
@@ -59,7 +59,7 @@ def windows(size: tuple[int, ...], mode: str = "clip", **kw: Any) -> Callable[..
 @pytest.mark.parametrize("rows", [8, 10])
 def test_embedding(mesh: dict[str, int], rows: int) -> None:
     ids = positions([0, 1], [9, 3], [-1, 5])
-    right(embed, table(rows, 3), ids, mesh=mesh, limit=20)
+    right(embed, table(rows, 3), ids, mesh=mesh, limit=8)
 
 
 def test_the_rule_of_an_embedding_sums_over_the_vocabulary() -> None:
@@ -83,7 +83,7 @@ def test_positions_out_of_range(mode: str, mesh: dict[str, int]) -> None:
     ids = positions([0], [-3], [9], [10], [99], [4])
     right(
         lambda t, i: lax.gather(t, i, dims, (1, 3), mode=mode),
-        table(10, 3), ids, mesh=mesh, limit=12,
+        table(10, 3), ids, mesh=mesh, limit=8,
     )  # fmt: skip
 
 
@@ -92,19 +92,21 @@ def test_windows_that_blocks_cut(mode: str) -> None:
     """Windows across one, two and all borders, and clamped at both ends."""
     starts = positions([-1, 0], [3, 1], [6, 1], [7, 0], [6, 2], [0, 0])
     for mesh in MESHES[:2]:
-        right(windows((4, 2), mode), table(10, 3), starts, mesh=mesh, limit=24)
+        right(windows((4, 2), mode), table(10, 3), starts, mesh=mesh, limit=9)
 
 
 def test_a_window_dim_that_no_index_addresses() -> None:
     dims = lax.GatherDimensionNumbers((1, 2), (), (0,))
-    right(lambda x, i: lax.gather(x, i, dims, (2, 4)), table(6, 7), positions([1], [4], [3]))
+    right(
+        lambda x, i: lax.gather(x, i, dims, (2, 4)), table(6, 7), positions([1], [4], [3]), limit=16
+    )
 
 
 def test_windows_between_batch_dims() -> None:
     """Offset dims that do not come last: dims must be put back in their places."""
     dims = lax.GatherDimensionNumbers((0, 2), (1,), (1, 0))
     starts = positions([0, 2], [4, 5], [3, 9])
-    right(lambda x, i: lax.gather(x, i, dims, (3, 1, 4)), table(7, 5, 4), starts, limit=30)
+    right(lambda x, i: lax.gather(x, i, dims, (3, 1, 4)), table(7, 5, 4), starts, limit=16)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,12 +128,14 @@ def test_rows_paired_with_positions() -> None:
 
 
 def test_positions_around_a_slice() -> None:
-    right(lambda t, i, j: t[i, :, j], table(4, 3, 5), positions(1, 3, 0), positions(4, 4, 2))
+    right(
+        lambda t, i, j: t[i, :, j], table(4, 3, 5), positions(1, 3, 0), positions(4, 4, 2), limit=12
+    )
 
 
 def test_a_batch_of_dynamic_slices() -> None:
     cut = jax.vmap(lambda x, i: lax.dynamic_slice(x, (i, 0), (3, 4)))
-    right(cut, table(3, 8, 4), positions(0, 7, 3))
+    right(cut, table(3, 8, 4), positions(0, 7, 3), limit=20)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_a_batch_of_dynamic_slices() -> None:
 )
 def test_dtypes(dtype: Any) -> None:
     ids = positions(0, 4, 6, 6, 9)
-    right(lambda t, i: jnp.take(t, i, axis=0), table(7, 2, dtype=dtype), ids)
+    right(lambda t, i: jnp.take(t, i, axis=0), table(7, 2, dtype=dtype), ids, mesh={"x": 3})
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64], ids=str)

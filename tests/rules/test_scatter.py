@@ -38,7 +38,7 @@ def rule_of(fn: Callable[..., Any], *args: Any) -> Any:
 
 def values(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
     x = np.random.default_rng(seed).normal(size=shape) * 4
-    return x.astype(dtype) if dtype != bool else x > 0
+    return x.astype(dtype) if dtype is not bool else x > 0
 
 
 def positions(*at: Any, dtype: Any = np.int32) -> np.ndarray:
@@ -87,15 +87,16 @@ def test_linear_groups() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_with_duplicates_and_out_of_range(op: Callable[..., Any], mode: str) -> None:
     at = positions([9], [-1], [0], [9], [10], [99], [4])
-    for mesh in MESHES[:2]:
-        right(rows(op, mode), values(10, 3), at, values(7, 3, seed=1), mesh=mesh, tol=1e-4)
+    x, u = values(10, 3), values(7, 3, seed=1)
+    right(rows(op, mode), x, at, u, mesh={"x": 3}, tol=1e-4)
+    right(rows(op, mode), x, at, u, mesh={"x": 2, "y": 2}, tol=1e-4, limit=6)
 
 
 @pytest.mark.parametrize("op", EVERY, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mode", ["clip", "drop"])
 def test_one_window_anywhere(op: Callable[..., Any], mode: str) -> None:
     """Inside a block, over one and two borders, at both ends, partly and wholly outside."""
-    for start in (-2, 0, 3, 6, 7):
+    for start in (-2, 0, 3, 6, 7) if op is lax.scatter else (-2, 3):
         f = window(op, mode)
         right(f, values(10, 2), positions(start), values(4, 2, seed=1), mesh={"x": 3})
 
@@ -110,7 +111,7 @@ def test_a_window_longer_than_a_block() -> None:
 def test_windows_in_two_dims(op: Callable[..., Any], mode: str) -> None:
     at = positions([0, 0], [3, 1], [5, 3], [3, 1], [-1, 2], [4, 4])
     x, u = values(8, 6), values(6, 3, 2, seed=1)
-    right(windows(op, mode), x, at, u, limit=30, tol=1e-4)
+    right(windows(op, mode), x, at, u, limit=30 if op is lax.scatter_add else 8, tol=1e-4)
 
 
 def test_windows_after_batch_dims_and_between_them() -> None:
@@ -118,7 +119,7 @@ def test_windows_after_batch_dims_and_between_them() -> None:
     x, u = values(7, 5, 4), values(3, 3, 4, seed=1)
     at = positions([0, 2], [4, 4], [3, 9])
     for op in (lax.scatter, lax.scatter_add):
-        right(lambda x, i, u, op=op: op(x, i, u, dims), x, at, u, limit=30)
+        right(lambda x, i, u, op=op: op(x, i, u, dims), x, at, u, limit=12)
 
 
 def test_a_window_dim_that_no_index_addresses() -> None:
@@ -126,12 +127,12 @@ def test_a_window_dim_that_no_index_addresses() -> None:
     dims = lax.ScatterDimensionNumbers((1, 2), (), (0,))
     x, u = values(6, 7), values(3, 2, 4, seed=1)
     for op in (lax.scatter, lax.scatter_max):
-        right(lambda x, i, u, op=op: op(x, i, u, dims), x, positions([1], [4], [3]), u, limit=30)
+        right(lambda x, i, u, op=op: op(x, i, u, dims), x, positions([1], [4], [3]), u, limit=12)
 
 
 def test_static_slices_are_set_in_place() -> None:
     for mesh in MESHES:
-        few: Any = {"mesh": mesh, "limit": 8}
+        few: Any = {"mesh": mesh, "limit": 4}
         right(lambda x, u: x.at[3:8].set(u), values(11, 2), values(5, 2, seed=1), **few)
         right(lambda x, u: x.at[1:9:3].add(u), values(11, 2), values(3, 2, seed=1), **few)
         right(lambda x, u: x.at[7].set(u), values(11, 2), values(2, seed=1), **few)
@@ -140,25 +141,35 @@ def test_static_slices_are_set_in_place() -> None:
 
 def test_one_row_at_a_position_known_at_run_time() -> None:
     for k in (-1, 0, 5, 10, 11):
-        f = lambda x, u, k: x.at[k].set(u)
+
+        def f(x, u, k):
+            return x.at[k].set(u)
+
         right(f, values(11, 2), values(2, seed=1), np.int32(k), mesh={"x": 3})
 
 
 def test_shared_batching_dims() -> None:
     put = jax.vmap(lambda x, i, u: x.at[i].set(u))
     at = positions([0, 4, 4], [6, 2, 1], [3, 3, 9])
-    right(put, values(3, 7, 2), at, values(3, 3, 2, seed=1), limit=40)
-    take = lambda t, i: jnp.take_along_axis(t, i, 1).sum()
-    right(jax.grad(take), values(5, 7), positions([0, 6], [6, 2], [3, 3], [1, 0], [-1, 9]))
+    right(put, values(3, 7, 2), at, values(3, 3, 2, seed=1), limit=16)
+
+    def take(t, i):
+        return jnp.take_along_axis(t, i, 1).sum()
+
+    right(
+        jax.grad(take), values(5, 7), positions([0, 6], [6, 2], [3, 3], [1, 0], [-1, 9]), limit=12
+    )
 
 
 def test_a_batch_of_dynamic_updates() -> None:
     put = jax.vmap(lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)))
-    right(put, values(3, 8, 4), values(3, 3, 4, seed=1), positions(0, 7, 3), limit=40)
+    right(put, values(3, 8, 4), values(3, 3, 4, seed=1), positions(0, 7, 3), limit=16)
 
 
 def test_rows_paired_with_positions() -> None:
-    f = lambda x, i, u: x.at[jnp.arange(5), i].set(u)
+    def f(x, i, u):
+        return x.at[jnp.arange(5), i].set(u)
+
     right(f, values(5, 7), positions(0, 3, 6, 2, 6), values(5, seed=1))
 
 
@@ -166,12 +177,15 @@ def test_the_gradient_of_an_embedding() -> None:
     grad = jax.grad(lambda t, ids: (t[ids] ** 2).sum())
     for mesh in MESHES:
         ids = positions([0, 1, 1], [9, 3, -1])
-        right(grad, values(10, 3), ids, mesh=mesh, limit=20, primitive="scatter-add")
+        right(grad, values(10, 3), ids, mesh=mesh, limit=8, primitive="scatter-add")
 
 
 def test_apply() -> None:
     """A function known to the primitive only; duplicates apply it again."""
-    f = lambda x, i: x.at[i].apply(lambda v: v * 2 + 1)
+
+    def f(x, i):
+        return x.at[i].apply(lambda v: v * 2 + 1)
+
     right(f, values(10, 3), positions(0, 4, 4, 9, 12), mesh={"x": 3})
     right(f, values(10, 3), positions(0, 4, 4, 9, 12))
     right(lambda x: x.at[3:6].apply(jnp.sin), values(10, 3), mesh={"x": 3})
@@ -181,7 +195,7 @@ def test_apply() -> None:
 @pytest.mark.parametrize("op", [lax.scatter, lax.scatter_add, lax.scatter_mul])
 def test_dtypes(op: Callable[..., Any], dtype: Any) -> None:
     x, u = values(7, 2, dtype=dtype), values(4, 2, dtype=dtype, seed=1)
-    right(rows(op), x, positions([0], [6], [6], [7]), u, tol=5e-2)
+    right(rows(op), x, positions([0], [6], [6], [7]), u, tol=5e-2, mesh={"x": 3})
 
 
 @pytest.mark.parametrize("op", [lax.scatter, lax.scatter_min, lax.scatter_max])
@@ -222,7 +236,9 @@ def test_promises_about_the_indices_are_not_passed_on_where_they_break() -> None
     from shardwise.mesh import MeshAxes, device_mesh
     from shardwise.ops.registry import LocalContext, layouts_for, run_local
 
-    f = lambda x, i, u: x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
+    def f(x, i, u):
+        return x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
+
     x, i, u = values(6, 2), positions(0, 4), values(2, 2, seed=1)
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, i, u)]
     eqn = capture(f, avals)[0].eqns[-1]
