@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import core, source_info_util, traceback_util
+from jax._src import config, core, source_info_util, traceback_util
 from jax._src import linear_util as lu
-from jax.interpreters import partial_eval
+from jax._src.interpreters import ad, partial_eval
+from jax._src.lax import lax as lax_internal
 
 traceback_util.register_exclusion(__file__)
 
@@ -20,7 +22,6 @@ for _path in _PACKAGE.iterdir():
     if _path.name not in ("nn", "demo", "__pycache__"):
         source_info_util.register_exclusion(str(_path))
 
-CallPrimitive = core.CallPrimitive
 Literal = core.Literal
 
 
@@ -65,9 +66,9 @@ def under_source(info: Any, scope: str) -> Any:
     )
 
 
-def wrap_fun(f: Callable[..., Any], name: str) -> Any:
-    """`f` as the function argument of a call primitive."""
-    debug = jax.api_util.debug_info(name, f, (), {})
+def wrap_fun(f: Callable[..., Any], name: str, args: Sequence[Any]) -> Any:
+    """`f` of `args` as the function argument of a call primitive."""
+    debug = jax.api_util.debug_info(name, f, tuple(args), {})
     return lu.wrap_init(f, debug_info=debug)
 
 
@@ -103,7 +104,7 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
 
 def bind_call(primitive: Any, fn: Callable[..., Any], args: Any, **params: Any) -> Any:
     """Bind a call primitive on a function: its transformations apply to the function's body."""
-    fun = wrap_fun(fn, primitive.name)
+    fun = wrap_fun(fn, primitive.name, args)
     return primitive.bind(*args, subfuns=(fun,), **params)
 
 
@@ -125,3 +126,29 @@ def key_primitives() -> dict[str, Any]:
             if name.endswith("_p") and isinstance(p, core.Primitive):
                 found[name.removesuffix("_p")] = p
     return found
+
+
+def call_primitive(name: str) -> Any:
+    """A call primitive that every transformation of JAX can go through."""
+    p = core.CallPrimitive(name)
+    ad.fancy_transposes[p] = functools.partial(ad.call_transpose_fancy, p)
+    partial_eval.dce_rules[p] = partial_eval.dce_jaxpr_call_rule
+    partial_eval.partial_eval_jaxpr_custom_rules[p] = (
+        partial_eval.partial_eval_jaxpr_custom_rules[core.call_p]
+    )
+    return p
+
+
+def at_top_level() -> bool:
+    """Whether no transformation of JAX is tracing now."""
+    return core.trace_state_clean()
+
+
+def trace_context() -> Any:
+    """What of JAX's configuration a trace depends on (64-bit types, precisions, ...), hashable."""
+    return config.trace_context()
+
+
+def weakly_typed(x: Any) -> Any:
+    """`x` with a weak type, as Python scalars and what is made of them have."""
+    return lax_internal._convert_element_type(x, x.dtype, weak_type=True)

@@ -69,6 +69,8 @@ ad.deflinear2(annotate_p, lambda ct, x, **params: [annotate_p.bind(ct, **params)
 def _batch(axis_data: Any, args: Any, dims: Any, *, spec: tuple[Entry, ...], **params: Any) -> Any:
     """The batched dim is open, or split over vmap's `spmd_axis_name` when it has one."""
     (x,), (dim,) = args, dims
+    if dim is None:
+        return annotate_p.bind(x, spec=spec, **params), None
     names = axis_data.spmd_name
     new = OPEN if not names else tuple(names) if isinstance(names, tuple) else (names,)
     return annotate_p.bind(x, spec=(*spec[:dim], new, *spec[dim:]), **params), dim

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from shardwise import _jax
+from shardwise.merge import merge
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.spelling import respell
 
@@ -181,4 +182,8 @@ def capture(
 
 def capture_jaxpr(closed: Any, names: Sequence[str] = (), platform: str = "") -> Body:
     """A closed jaxpr as a flat `Body`, for a platform (`lax.platform_dependent`; else the default's)."""
-    return _Capture(platform or jax.default_backend()).body(_jax.dce(closed), names)
+    c = _Capture(platform or jax.default_backend())
+    body = c.body(_jax.dce(closed), names)
+    merge(body, lambda shape, dtype: c.var(jax.ShapeDtypeStruct(shape, dtype)))
+    prune(body)
+    return body

@@ -1,0 +1,384 @@
+"""A call's arguments: taken apart, named, described, given what the caller asked of them, placed.
+
+`jax.jit`'s rules hold: static arguments by position, by keyword or left to their default; negative
+positions count from the end; Python scalars are weakly typed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import _jax
+from shardwise.complete import Given
+from shardwise.convert import from_named, from_spec, open_dims
+from shardwise.device_tensor import Placement
+from shardwise.errors import ShardingError
+from shardwise.padded import PaddedArray
+from shardwise.plan import border_shape
+from shardwise.sharding import Layout
+
+AnyMesh = Mesh | AbstractMesh
+
+
+# -- the function's signature ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The positional parameters of a function, and which of them are static or donated.
+
+    Attributes:
+      names: as far as they can be known.
+      static, donated: positions; negative ones count from the end of a call's arguments.
+    """
+
+    names: tuple[str, ...]
+    static: tuple[int, ...]
+    donated: tuple[int, ...]
+
+    @staticmethod
+    def of(fn: Callable[..., Any], static: Any, donated: Any, where: str) -> Parameters:
+        """Raises ShardingError: positions that are no integers, or that no call can have."""
+        kinds = _kinds(fn)
+        names = tuple(n for n, k in kinds if k in (_POSITIONAL, _EITHER))
+        open_ended = not kinds or any(k == inspect.Parameter.VAR_POSITIONAL for _, k in kinds)
+        out = []
+        for option, nums in (("static_argnums", static), ("donate_argnums", donated)):
+            nums = _positions(nums, option, where)
+            for i in nums:
+                if not open_ended and not -len(names) <= i < len(names):
+                    raise ShardingError(
+                        f"{option} names argument {i}, and `{_name(fn)}` has {len(names)}",
+                        where=where,
+                        facts=f"its parameters are {', '.join(names) or 'none'}",
+                    )
+            out.append(nums)
+        return Parameters(names, *out)
+
+    def name(self, i: int) -> str:
+        return self.names[i] if i < len(self.names) else f"arg{i}"
+
+    def chosen(self, which: Sequence[int], count: int) -> tuple[frozenset[int], frozenset[str]]:
+        """Of a call with `count` positional arguments: positions and keywords among `which`."""
+        at = {i + count if i < 0 else i for i in which}
+        keywords = {self.name(i) for i in at if i >= count}
+        return frozenset(i for i in at if i < count), frozenset(keywords)
+
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _kinds(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+    try:
+        return [(p.name, p.kind) for p in inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _positions(nums: Any, option: str, where: str) -> tuple[int, ...]:
+    nums = tuple(nums) if isinstance(nums, (list, tuple, set, range)) else (nums,)
+    for n in nums:
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise ShardingError(f"{option} needs positions of arguments, not {n!r}", where=where)
+    return nums
+
+
+# -- one call ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call's arguments, taken apart.
+
+    Attributes:
+      leaves: the dynamic arguments, flat (a `PaddedArray` is one leaf).
+      tree: their structure, as (args, kwargs).
+      static: (position or keyword, type, value) of each static argument.
+    """
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    static: tuple[tuple[int | str, type, Any], ...]
+    parameters: Parameters
+
+    @staticmethod
+    def of(parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Raises ShardingError: a static argument that is not hashable."""
+        at, keywords = parameters.chosen(parameters.static, len(args))
+        static = [(i, type(args[i]), args[i]) for i in sorted(at)]
+        static += [(k, type(kwargs[k]), kwargs[k]) for k in sorted(keywords & kwargs.keys())]
+        for key, _, value in static:
+            _check_hashable(key if isinstance(key, str) else parameters.name(key), value)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in at)
+        rest = {k: v for k, v in kwargs.items() if k not in keywords}
+        leaves, tree = jax.tree.flatten((dynamic, rest), is_leaf=is_padded)
+        return Call(tuple(leaves), tree, tuple(static), parameters)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """args and kwargs as the user's function takes them, with `leaves` for the dynamic ones."""
+        dynamic, kwargs = jax.tree.unflatten(self.tree, leaves)
+        args = list(dynamic)
+        for key, _, value in self.static:  # positions come in ascending order
+            if isinstance(key, str):
+                kwargs = {**kwargs, key: value}
+            else:
+                args.insert(key, value)
+        return args, kwargs
+
+    @functools.cached_property
+    def _paths(self) -> list[tuple[int | str, tuple[Any, ...]]]:
+        """For each leaf its argument (a position among the dynamic ones, or a keyword) and path."""
+        whole = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
+        out = []
+        for (which, first, *rest), _ in jax.tree_util.tree_flatten_with_path(whole)[0]:
+            out.append((first.idx if which.idx == 0 else first.key, tuple(rest)))
+        return out
+
+    @functools.cached_property
+    def _dynamic(self) -> list[int]:
+        """The positions of the dynamic positional arguments."""
+        taken = {k for k, _, _ in self.static}
+        count = len(self.trees[0].children()) + sum(isinstance(k, int) for k in taken)
+        return [i for i in range(count) if i not in taken]
+
+    @functools.cached_property
+    def trees(self) -> tuple[Any, Any]:
+        """The structures of the positional and of the keyword arguments."""
+        args, kwargs = self.tree.children()
+        return args, kwargs
+
+    @property
+    def shown_tree(self) -> Any:
+        """The arguments' tree as plans show it: positional ones, and keywords where there are any."""
+        return self.tree if self.trees[1].num_leaves else self.trees[0]
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """For each leaf the user's name for it: `params['wi']`."""
+        name = lambda at: at if isinstance(at, str) else self.parameters.name(self._dynamic[at])  # noqa: E731
+        return [name(at) + jax.tree_util.keystr(rest) for at, rest in self._paths]
+
+    @functools.cached_property
+    def donated_arguments(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Positions among the dynamic arguments, and keywords, whose buffers may be reused."""
+        count = len(self._dynamic) + sum(isinstance(k, int) for k, _, _ in self.static)
+        at, keywords = self.parameters.chosen(self.parameters.donated, count)
+        return tuple(i for i, p in enumerate(self._dynamic) if p in at), tuple(sorted(keywords))
+
+    @functools.cached_property
+    def donated(self) -> tuple[bool, ...]:
+        """Whether each leaf's buffer may be reused."""
+        at, keywords = self.donated_arguments
+        return tuple(w in keywords if isinstance(w, str) else w in at for w, _ in self._paths)
+
+
+def is_padded(x: Any) -> bool:
+    return isinstance(x, PaddedArray)
+
+
+def _check_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ShardingError(
+            f"static argument {name} is not hashable",
+            where=_jax.current_source(),
+            facts=f"it is a {type(value).__name__}",
+            hint="a static argument is part of the cache's key: pass a tuple or a frozen dataclass",
+        ) from None
+
+
+def abstract(x: Any, name: str) -> Any:
+    """The shape, dtype and weak type of an argument, as `jax.jit` sees it.
+
+    Raises:
+      ShardingError: not an array; the line is the caller's.
+    """
+    if isinstance(x, (PaddedArray, jax.ShapeDtypeStruct)):
+        dtype = x.dtype
+        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype, weak_type=getattr(x, "weak_type", False))
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        raise ShardingError(
+            f"argument {name} is not an array",
+            where=_jax.current_source(),
+            facts=f"it is {x!r:.60} of type {type(x).__name__}",
+            hint="pass arrays, or name its position in static_argnums",
+        ) from None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def signature(aval: Any) -> Any:
+    """What of an abstract argument a plan depends on, hashable."""
+    return aval.shape, aval.dtype, aval.weak_type
+
+
+def type_text(aval: Any) -> str:
+    """`float32[8,4]`."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+# -- what the caller asked of arguments and results ---------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """`in_shardings` or `out_shardings`: a prefix tree of specs, and where it was written."""
+
+    name: str
+    specs: Any
+    mesh: AnyMesh
+    where: str
+
+    @property
+    def kind(self) -> str:
+        return "argument" if self.name == "in_shardings" else "result"
+
+    def flat(self, tree: Any, avals: Sequence[Any], names: Sequence[str]) -> list[Given | None]:
+        """What is asked of each leaf of a tree of arguments or results (None: nothing).
+
+        Raises:
+          ShardingError: not a prefix of the tree, not specs, or specs that cannot be.
+        """
+        if self.specs is None:
+            return [None] * len(avals)
+        spec_of: list[Any] = [None] * tree.num_leaves
+
+        def assign(s: Any, sub: Any) -> None:
+            for i in jax.tree.leaves(sub):
+                spec_of[i] = s
+
+        specs = self._specs(tree)
+        try:
+            whole = jax.tree.unflatten(tree, range(tree.num_leaves))
+            jax.tree.map(assign, specs, whole, is_leaf=_is_spec)
+        except ValueError:
+            raise ShardingError(
+                f"{self.name} is not a prefix of the tree of {self.kind}s",
+                where=self.where,
+                facts=f"specs {jax.tree.structure(specs, is_leaf=_is_spec)}, {self.kind}s {tree}",
+            ) from None
+        return [self._given(*x) for x in zip(spec_of, avals, names, strict=True)]
+
+    def _specs(self, tree: Any) -> Any:
+        """The tree of specs, checked at the top where mistakes are commonest."""
+        specs = self.specs
+        if not isinstance(specs, (tuple, list)) or isinstance(specs, P) or hasattr(specs, "_fields"):
+            return specs
+        node = tree.node_data()
+        if node is None or node[0] not in (tuple, list):
+            return specs
+        if len(specs) != len(tree.children()):
+            raise ShardingError(
+                f"{self.name} has {len(specs)} specs for {len(tree.children())} {self.kind}s",
+                where=self.where,
+                hint=f"one spec per {self.kind} (None leaves it to completion), or one for all",
+            )
+        return node[0](specs)
+
+    def _given(self, spec: Any, aval: Any, name: str) -> Given | None:
+        if spec is None:
+            return None
+        of = f"{self.kind} {name}: {type_text(aval)}"
+        if not _is_spec(spec):
+            raise ShardingError(
+                f"{self.name} needs PartitionSpecs, not {spec!r:.60}",
+                where=self.where,
+                facts=f"for {of}",
+                hint="write P('x', None), with P = jax.sharding.PartitionSpec",
+            )
+        rank = len(aval.shape)
+        try:
+            placed = _placement(spec, rank, self.mesh, self.where)
+        except ShardingError as e:
+            facts = f"{of}; {e.facts}" if e.facts else of
+            raise ShardingError(e.what, where=self.where, facts=facts, hint=e.hint) from None
+        if placed.sharding.partial:
+            raise ShardingError(
+                f"{self.name} cannot ask for a pending sum: {spec}", where=self.where, facts=of
+            )
+        free = open_dims(spec if isinstance(spec, P) else spec.spec)
+        return Given(placed.sharding.axes, free, f"{self.name} at {self.where}", self.kind)
+
+
+def _is_spec(s: Any) -> bool:
+    return s is None or isinstance(s, (P, NamedSharding))
+
+
+def _placement(spec: P | NamedSharding, rank: int, mesh: AnyMesh, where: str) -> Placement:
+    if isinstance(spec, P):
+        return Placement(from_spec(spec, rank, mesh, where))
+    return from_named(spec, rank, mesh, where)
+
+
+@functools.lru_cache(maxsize=4096)
+def own_axes(sharding: NamedSharding, rank: int, mesh: AnyMesh) -> Any:
+    """The axes of each dim of an array that lies on the program's devices in their order, else None."""
+    if isinstance(sharding.mesh, Mesh) and isinstance(mesh, Mesh):
+        mine, theirs = sharding.mesh.devices.ravel(), mesh.devices.ravel()
+        if len(mine) != len(theirs) or (mine != theirs).any():
+            return None
+    placed = from_named(sharding, rank, mesh)
+    return placed.sharding.axes if not placed.sharding.partial else None
+
+
+def placed_axes(x: Any, mesh: AnyMesh) -> Any:
+    """How an argument already lies on the mesh (or a ShapeDtypeStruct says it does), if it does.
+
+    An array that JAX is free to move (uncommitted), or that lies elsewhere, says nothing.
+    """
+    s = getattr(x, "sharding", None)
+    if not isinstance(s, NamedSharding) or isinstance(x, jax.core.Tracer):
+        return None
+    if isinstance(x, jax.Array) and not x.committed:
+        return None
+    return own_axes(s, len(x.shape), mesh)
+
+
+def given_of(axes: Any) -> Given | None:
+    if axes is None:
+        return None
+    return Given(axes, frozenset(), "the array's own sharding", "argument")
+
+
+# -- arrays in and out ---------------------------------------------------------------------------------
+
+
+def place(x: Any, layout: Layout, sharding: NamedSharding, donate: bool) -> Any:
+    """An argument as the compiled program takes it: padded where a split dim is uneven, and placed."""
+    if is_padded(x):
+        if tuple(x.array.shape) == border_shape(layout):
+            return _put(x.array, sharding, donate)
+        x = x.logical()
+    if border_shape(layout) != layout.shape:
+        return PaddedArray.from_logical(x, sharding).array
+    return _put(x, sharding, donate)
+
+
+def _put(x: Any, sharding: NamedSharding, donate: bool) -> Any:
+    if isinstance(x, jax.Array):
+        if x.sharding == sharding:
+            return x
+        return jax.device_put(x, sharding, donate=donate)
+    return jax.device_put(x, sharding)
+
+
+def result(x: Any, layout: Layout, sharding: NamedSharding) -> Any:
+    """A result as the user gets it: a `PaddedArray` where a split dim is uneven."""
+    return x if border_shape(layout) == layout.shape else PaddedArray(x, layout.shape, sharding)
