@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-
 _PLAIN_WIDTH = 150  # of output that is not a terminal
 
 

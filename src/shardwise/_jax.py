@@ -152,3 +152,25 @@ def trace_context() -> Any:
 def weakly_typed(x: Any) -> Any:
     """`x` with a weak type, as Python scalars and what is made of them have."""
     return lax_internal._convert_element_type(x, x.dtype, weak_type=True)
+
+
+def no_context_mesh() -> Any:
+    """A context without the mesh of `jax.set_mesh`: the partitioned program brings its own."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def automatic_context_mesh() -> Any:
+    """A context in which the axes of the mesh of `jax.set_mesh`, if there is one, have type Auto."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names))
+
+
+def without_types(x: Any) -> Any:
+    """An array on a mesh of Explicit axes as one on Auto axes: where it lies is not part of its type."""
+    s = getattr(x, "sharding", None)
+    if isinstance(x, core.Tracer) or not isinstance(s, jax.sharding.NamedSharding):
+        return x
+    if s.mesh._any_axis_explicit:
+        mesh = jax.sharding.Mesh(s.mesh.devices, s.mesh.axis_names)
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, s.spec))
+    return x

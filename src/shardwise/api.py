@@ -26,6 +26,7 @@ from shardwise.arguments import (
     Option,
     Parameters,
     abstract,
+    check_untyped,
     given_of,
     is_padded,
     place,
@@ -184,7 +185,7 @@ class Spmd:
         Arguments that lie as an earlier plan wants them, which left the choice to completion, are
         that plan's: results fed back as arguments need no new one.
         """
-        avals = [abstract(x, call.names[i]) for i, x in enumerate(call.leaves)]
+        avals = call.avals
         shapes = (call.tree, call.static, tuple(map(signature, avals)), _jax.trace_context())
         lie: tuple[Any, ...] = (None,) * len(avals)
         if self._in.specs is None:
@@ -201,7 +202,8 @@ class Spmd:
 
     def _make_plan(self, call: Call, avals: list[Any], lie: tuple[Any, ...]) -> Plan:
         weak: list[bool] = []
-        body, out_tree = capture(self._flat(call, weak), avals, call.names)
+        with _jax.automatic_context_mesh():
+            body, out_tree = capture(self._flat(call, weak), avals, call.names)
         results = self._out.flat(out_tree, body.outvars, _result_names(out_tree))
         given = self._given(call, avals, lie)
         plan = make_plan(
@@ -281,16 +283,16 @@ class Spmd:
         """Bind the call primitive: JAX transforms `fn`, and what comes out is partitioned."""
         self._check_devices()
         call, mesh = structure.call, MeshAxes.of(self.mesh)
-        avals = [abstract(x, call.names[i]) for i, x in enumerate(leaves)]
-        wishes = self._given(call, avals, (None,) * len(leaves))
+        for x, name in zip(leaves, call.names, strict=True):
+            check_untyped(x, name)
+        wishes = self._given(call, [abstract(x) for x in leaves], (None,) * len(leaves))
         out_tree: list[Any] = []
 
         def flat(*xs: Any) -> list[Any]:
             args, kwargs = call.arguments([transform.pin(*x, mesh) for x in zip(xs, wishes, strict=True)])
             out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
             out_tree[:] = [tree]
-            types = [abstract(o, n) for o, n in zip(out, _result_names(tree), strict=True)]
-            asked = self._out.flat(tree, types, _result_names(tree))
+            asked = self._out.flat(tree, [abstract(o) for o in out], _result_names(tree))
             return [transform.pin(*x, mesh) for x in zip(out, asked, strict=True)]
 
         outs = transform.bind(flat, leaves, self.mesh)

@@ -172,6 +172,26 @@ class Call:
         return [name(at) + jax.tree_util.keystr(rest) for at, rest in self._paths]
 
     @functools.cached_property
+    def avals(self) -> list[Any]:
+        """The abstract arguments.
+
+        Raises:
+          ShardingError: not an array; the line is the caller's.
+        """
+        out = []
+        for i, x in enumerate(self.leaves):
+            try:
+                out.append(abstract(x))
+            except TypeError:
+                raise ShardingError(
+                    f"argument {self.names[i]} is not an array",
+                    where=_jax.current_source(),
+                    facts=f"it is {x!r:.60} of type {type(x).__name__}",
+                    hint="pass arrays, or name its position in static_argnums",
+                ) from None
+        return out
+
+    @functools.cached_property
     def donated_arguments(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Positions among the dynamic arguments, and keywords, whose buffers may be reused."""
         count = len(self._dynamic) + sum(isinstance(k, int) for k, _, _ in self.static)
@@ -201,27 +221,27 @@ def _check_hashable(name: str, value: Any) -> None:
         ) from None
 
 
-def abstract(x: Any, name: str) -> Any:
-    """The shape, dtype and weak type of an argument, as `jax.jit` sees it.
-
-    Raises:
-      ShardingError: not an array; the line is the caller's.
-    """
+def abstract(x: Any) -> Any:
+    """The shape, dtype and weak type of an array, as `jax.jit` sees it; TypeError where it is none."""
     if isinstance(x, (PaddedArray, jax.ShapeDtypeStruct)):
         dtype = x.dtype
         if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(x.shape, dtype, weak_type=getattr(x, "weak_type", False))
-    try:
-        aval = jax.typeof(x)
-    except TypeError:
-        raise ShardingError(
-            f"argument {name} is not an array",
-            where=_jax.current_source(),
-            facts=f"it is {x!r:.60} of type {type(x).__name__}",
-            hint="pass arrays, or name its position in static_argnums",
-        ) from None
+    aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def check_untyped(x: Any, name: str) -> None:
+    """Raises ShardingError for a traced argument whose type says how it lies (Explicit axes)."""
+    s = getattr(jax.typeof(x), "sharding", None)
+    if s is not None and any(s.spec) and jax.sharding.AxisType.Explicit in s.mesh.axis_types:
+        raise ShardingError(
+            f"traced argument {name} has its sharding in its type",
+            where=_jax.current_source(),
+            facts=f"it is {jax.typeof(x).str_short(True)}, on a mesh with axes of type Explicit",
+            hint="call it outside jit, or make the mesh with axis_types=(AxisType.Auto, ...)",
+        )
 
 
 def signature(aval: Any) -> Any:

@@ -74,7 +74,7 @@ class _Capture:
     def bind_consts(self, inner: Any, consts: Sequence[Any], env: dict[Any, Var], body: Body) -> None:
         for v, value in zip(inner.constvars, consts, strict=True):
             env[v] = self.var(v.aval)
-            body.consts.append((env[v], value))
+            body.consts.append((env[v], _jax.without_types(value)))
 
     def read(self, env: dict[Any, Var], atom: Any) -> Var:
         if isinstance(atom, _jax.Literal):

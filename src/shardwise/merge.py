@@ -71,7 +71,7 @@ class _Merge:
             return [eqn]
         composed = self.composed(cut)
         self.cuts[eqn.outvars[0]] = composed
-        if eqn.name not in ("scatter", "dynamic_update_slice") and composed == cut:
+        if composed == cut:
             return [eqn]
         if len(composed.pieces) > MAX_PIECES or not any(v.rank for v, _, _ in composed.pieces):
             self.cuts[eqn.outvars[0]] = cut

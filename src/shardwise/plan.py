@@ -98,13 +98,19 @@ class Plan:
     def mapped(self) -> Callable[..., Any]:
         """The program on global, padded arrays: `shard_map` of the device function."""
         mesh = self.axes.atom_mesh(self.mesh)
-        return jax.shard_map(
+        run = jax.shard_map(
             self.device_function(),
             mesh=mesh,
             in_specs=tuple(P(*(a or None for a in l.sharding.axes)) for l in self.in_layouts),
             out_specs=[P(*(a or None for a in l.sharding.axes)) for l in self.out_layouts],
             check_vma=False,
         )
+
+        def mapped(*args: Any) -> list[Any]:
+            with _jax.no_context_mesh():
+                return run(*args)
+
+        return mapped
 
     def padded_avals(self) -> list[jax.ShapeDtypeStruct]:
         return [

@@ -17,7 +17,7 @@ from shardwise.sharding import padded_size
 
 
 def context(eqn: Eqn, rule: FactorRule, assignment: Assignment, mesh: MeshAxes) -> LocalContext:
-    """The context of an equation under an assignment, every split dim padded as little as can be."""
+    """The context of an equation under an assignment, split dims padded as little as can be."""
 
     def layouts(values: Sequence[Any], dims: Any, which: str) -> Any:
         shapes = [

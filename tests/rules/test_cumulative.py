@@ -84,7 +84,8 @@ def test_the_rule() -> None:
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "shards", "steps"), [(4096, 8, 3), (10, 3, 2), (10, 2, 1), (5, 8, 3), (2, 8, 1), (1, 8, 0)]
+    ("rows", "shards", "steps"),
+    [(4096, 8, 3), (10, 3, 2), (10, 2, 1), (5, 8, 3), (2, 8, 1), (1, 8, 0)],
 )  # fmt: skip
 def test_bytes(rows: int, shards: int, steps: int, reverse: bool) -> None:
     """One row a permute; blocks that hold nothing are not sent for."""

@@ -204,9 +204,12 @@ def test_every_start(sizes: tuple[int, int], mesh: dict[str, int]) -> None:
         ]
 
         def run(*xs: Any, ctx: LocalContext = ctx, eqn: Eqn = eqn) -> list[Any]:
-            return [lax.map(lambda s: run_local(ctx, eqn, [*xs, s])[0], jnp.asarray(starts))]
+            def one(start: Any) -> Any:
+                return run_local(ctx, eqn, [*xs, start])[0]
 
-        (got,) = [np.stack(o, 1) for o in rules.run_blocks(run, blocks, ctx.mesh)]
+            return [lax.map(one, jnp.asarray(starts))]
+
+        (got,) = (np.stack(o, 1) for o in rules.run_blocks(run, blocks, ctx.mesh))
         for s, blocks_of_s in zip(starts, got, strict=True):
             want = np.asarray(f(*map(jnp.asarray, args), jnp.int32(s)))
             whole = np.concatenate([

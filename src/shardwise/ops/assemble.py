@@ -11,17 +11,19 @@ every spelling of a shift is one collective-permute of the rows that cross a bor
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
 from shardwise.factors import FactorRule, RuleBuilder
-from shardwise.halo import cut, exchange, iota_of, row_bytes, where
+from shardwise.halo import cut, exchange, row_bytes, where
 from shardwise.messages import Messages, Rows, overlaps
-from shardwise.ops.moves import APART, TIED, empty, is_tied, split, zeros
+from shardwise.ops.moves import APART, TIED, empty, is_tied, zeros
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn, Lit
 from shardwise.rounds import MAX_ROUNDS, Plan, plan_exchange, plan_rounds
@@ -55,27 +57,34 @@ def _abstract(*avals: Any, dimension: int, pieces: Sequence[Piece]) -> Any:
 
 @rule(assemble_p)
 def _assemble(eqn: Eqn) -> list[FactorRule]:
-    """Tied: the operands' dim is split like the result's.  Apart: the operands' is whole."""
+    """Each operand is tied (its dim is split like the result's, rows move) or apart (it is whole, and
+    every device cuts what it needs of it)."""
     dim, y = eqn.params["dimension"], eqn.outvars[0]
-    arrays = [v for v in eqn.invars if v.rank]
+    arrays = [k for k, v in enumerate(eqn.invars) if v.rank]
     fills = [v for v in eqn.invars if not v.rank]
     zero_fill = all(isinstance(v, Lit) and not np.any(np.asarray(v.value)) for v in fills)
-    linear = [[k for k, v in enumerate(eqn.invars) if v.rank]] if zero_fill else []
-    b = RuleBuilder()
-    dims = b.factors(y.shape)
-    b.sizes[dim] = max(v.shape[dim] for v in arrays)
-    tied = b.build(
-        [dims if v.rank else [] for v in eqn.invars], [dims], special=[dims[dim]],
-        linear=linear, variant=TIED,
-    )  # fmt: skip
-    b = RuleBuilder()
-    dims = b.factors(y.shape)
-    parts = {id(v): b.factor(v.shape[dim]) for v in arrays}
-    ins = [[*dims[:dim], parts[id(v)], *dims[dim + 1 :]] if v.rank else [] for v in eqn.invars]
-    apart = b.build(
-        ins, [dims], special=[dims[dim]], whole=list(parts.values()), linear=linear, variant=APART
-    )
-    return [tied, apart]
+    combinations = [(TIED,) * len(arrays), (APART,) * len(arrays)]
+    if len(arrays) <= 3:
+        combinations += itertools.product((TIED, APART), repeat=len(arrays))
+    rules = []
+    for kinds in dict.fromkeys(combinations):
+        b = RuleBuilder()
+        dims = b.factors(y.shape)
+        b.sizes[dim] = max(eqn.invars[k].shape[dim] for k in arrays)
+        kind_of = dict(zip(arrays, kinds, strict=True))
+        ins: list[list[int]] = [[] for _ in eqn.invars]
+        parts = []
+        for k in arrays:
+            f = dims[dim]
+            if kind_of[k] == APART:
+                f = b.factor(eqn.invars[k].shape[dim])
+                parts.append(f)
+            ins[k] = [*dims[:dim], f, *dims[dim + 1 :]]
+        linear = [arrays] if zero_fill else []
+        rules.append(
+            b.build(ins, [dims], special=[dims[dim]], whole=parts, linear=linear, variant=" ".join(kinds))
+        )
+    return rules
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,66 +116,70 @@ def assemble_plans(
     return tuple(apart)
 
 
-def _plans(ctx: LocalContext, eqn: Eqn) -> tuple[Plan, ...]:
+def _tied(ctx: LocalContext, eqn: Eqn) -> set[int]:
+    """The operands whose rows move between devices."""
     dim = eqn.params["dimension"]
+    return {k for k, v in enumerate(eqn.invars) if v.rank and is_tied(ctx, dim, k)}
+
+
+def _plans(ctx: LocalContext, eqn: Eqn) -> tuple[Plan, ...]:
+    dim, tied = eqn.params["dimension"], _tied(ctx, eqn)
     return assemble_plans(
-        ctx.mesh.size(split(ctx, dim, _array(eqn))[1]),
-        tuple(ctx.local_in(k)[dim] if v.rank else 0 for k, v in enumerate(eqn.invars)),
-        tuple(v.shape[dim] if v.rank else 0 for v in eqn.invars),
+        ctx.mesh.size(ctx.outs[0].sharding.axes[dim]),
+        tuple(ctx.local_in(k)[dim] if k in tied else 0 for k in range(len(eqn.invars))),
+        tuple(v.shape[dim] if k in tied else 0 for k, v in enumerate(eqn.invars)),
         tuple(eqn.params["pieces"]),
         ctx.local_out()[dim],
     )
 
 
-def _array(eqn: Eqn) -> int:
-    return next(k for k, v in enumerate(eqn.invars) if v.rank)
-
-
 @local(assemble_p)
 def _assemble_local(ctx: LocalContext, eqn: Eqn, *xs: Any) -> Any:
     dim, pieces = eqn.params["dimension"], eqn.params["pieces"]
-    array = _array(eqn)
+    dtype = next(x.dtype for x in xs if x.ndim)
     if empty(ctx):
-        return zeros(ctx, xs[array].dtype)
-    atoms, n = split(ctx, dim, array)[1], ctx.local_out()[dim]
+        return zeros(ctx, dtype)
+    atoms, n, tied = ctx.outs[0].sharding.axes[dim], ctx.local_out()[dim], _tied(ctx, eqn)
     if not atoms:
         return whole(*xs, **eqn.params)
-    if not is_tied(ctx, dim, array):
-        bounds = (0, (ctx.mesh.size(atoms) - 1) * n)
-        return cut(whole(*xs, **eqn.params), dim, ctx.block_index(atoms) * n, n, 0, bounds)
+    begin, last = ctx.block_index(atoms) * n, (ctx.mesh.size(atoms) - 1) * n
+    if not tied:
+        return cut(whole(*xs, **eqn.params), dim, begin, n, 0, (0, last))
     plans = _plans(ctx, eqn)
-    if len(plans) == 1:
-        joined = [x for x in xs if x.ndim]
-        joined = joined[0] if len(joined) == 1 else lax.concatenate(joined, dim)
-        return _filled(ctx, eqn, exchange(joined, dim, atoms, plans[0]), xs)
+    together = exchange(_joined(xs, tied, dim), dim, atoms, plans[0]) if len(plans) == 1 else None
     moved = iter(plans)
-    parts = [exchange(xs[k], dim, atoms, next(moved)) if xs[k].ndim else None for k, _, _ in pieces]
-    out = next(p for p in parts if p is not None)
-    row, first = iota_of(out, dim) + ctx.block_index(atoms) * n, 0
-    for part, (_, _, size) in zip(parts, pieces, strict=True):
-        if part is not None and part is not out:
-            out = where((row >= first) & (row < first + size), part, out)
-        first += size
-    return _filled(ctx, eqn, out, xs)
-
-
-def _filled(ctx: LocalContext, eqn: Eqn, out: Any, xs: Sequence[Any]) -> Any:
-    """`out` with the pieces that scalars fill."""
-    dim, first = eqn.params["dimension"], 0
-    atoms, n = split(ctx, dim, _array(eqn))[1], ctx.local_out()[dim]
-    row = iota_of(out, dim) + ctx.block_index(atoms) * n
-    for k, _, size in eqn.params["pieces"]:
-        if not xs[k].ndim:
-            fill = lax.broadcast_in_dim(xs[k], out.shape, ())
-            out = where((row < first) | (row >= first + size), out, fill)
+    out, first = together, 0
+    row = lax.broadcasted_iota(jnp.int32, _vector(xs, dim, n), dim) + begin
+    for k, start, size in pieces:
+        if k not in tied or together is None:
+            if k in tied:
+                part = exchange(xs[k], dim, atoms, next(moved))
+            elif xs[k].ndim:
+                at = start - first
+                part = cut(xs[k], dim, begin + at, n, 0, (at, last + at))
+            else:
+                part = lax.broadcast_in_dim(xs[k], ctx.local_out(), ())
+            here = (row >= first) & (row < first + size)
+            out = part if out is None else where(here, part, out)
         first += size
     return out
 
 
+def _joined(xs: Sequence[Any], tied: set[int], dim: int) -> Any:
+    moving = [xs[k] for k in sorted(tied)]
+    return moving[0] if len(moving) == 1 else lax.concatenate(moving, dim)
+
+
+def _vector(xs: Sequence[Any], dim: int, n: int) -> list[int]:
+    """A shape that broadcasts along every dim but `dim`."""
+    rank = next(x.ndim for x in xs if x.ndim)
+    return [n if d == dim else 1 for d in range(rank)]
+
+
 @comm(assemble_p)
 def _assemble_comm(ctx: LocalContext, eqn: Eqn) -> float:
-    dim, array = eqn.params["dimension"], _array(eqn)
-    if empty(ctx) or not is_tied(ctx, dim, array) or not split(ctx, dim, array)[1]:
+    dim = eqn.params["dimension"]
+    if empty(ctx) or not ctx.outs[0].sharding.axes[dim] or not _tied(ctx, eqn):
         return 0.0
     rows = sum(p.rows for p in _plans(ctx, eqn))
     return float(rows * row_bytes(ctx.local_out(), dim, eqn.outvars[0].itemsize))

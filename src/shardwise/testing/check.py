@@ -1,0 +1,243 @@
+"""`check`: one program on one device and partitioned, values, gradients and collectives compared.
+
+    from shardwise.testing import check
+
+    check(lambda a, w: jnp.tanh(a @ w), (a, w), {"x": 2, "y": 4},
+          in_shardings=(P("x"), P(None, "y")), kinds=[], bytes=0)
+
+It is the one oracle of whole programs.  What must hold: every result equals the one-device result;
+what is replicated is the same, bit for bit, on every device that holds it; and so for the gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardwise import hlo
+from shardwise.api import spmd
+from shardwise.mesh import device_mesh
+from shardwise.padded import PaddedArray
+from shardwise.plan import Plan
+
+
+class CheckFailed(AssertionError):
+    """The partitioned program differs from the one-device program; the message says where."""
+
+
+def check(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: Mesh | Mapping[str, int],
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    *,
+    grad: bool | Sequence[int] = True,
+    kinds: Iterable[str] | Mapping[str, int] | None = None,
+    bytes: float | None = None,
+    wire: bool = False,
+    tol: float | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Run a program on one device and partitioned, and compare.
+
+    Args:
+      fn: the program, annotated as one likes.
+      args: its positional arguments, arrays or pytrees of them.
+      mesh: a mesh, or axes and sizes, `{"x": 2, "y": 4}`, for one over the first devices.
+      in_shardings, out_shardings: as for `spmd`.
+      grad: also compare the gradients of the results, against random cotangents, with respect to
+        all arguments of floating type, or to those at the positions given.
+      kinds: the collectives the program's plan must have, each named once: a list, or counts.
+      bytes: what the plan's `comm_bytes` must be.
+      wire: the compiled program must send what the plan says, within 2%.
+      tol: allowed difference, relative to the largest entry of a result (default: by its dtype).
+      seed: of the cotangents.
+
+    Returns:
+      The plan of the forward program.
+
+    Raises:
+      CheckFailed: what differs, where, and how the values concerned lie.
+    """
+    if not isinstance(mesh, Mesh):
+        mesh = device_mesh(dict(mesh))
+    f = spmd(fn, mesh=mesh, in_shardings=in_shardings, out_shardings=out_shardings)
+    want = jax.jit(fn)(*args)
+    _compare("result", f(*args), want, f.plan(*args), tol)
+    plan = f.plan(*args)
+    _check_collectives(plan, kinds, bytes)
+    if wire:
+        _check_wire(plan, f.lower(*args).compile().as_text())
+    if grad is not False:
+        _check_gradients(fn, args, mesh, in_shardings, want, grad, tol, seed)
+    return plan
+
+
+# -- gradients ---------------------------------------------------------------------------------------
+
+
+def _check_gradients(
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, in_shardings: Any, results: Any,
+    grad: bool | Sequence[int], tol: float | None, seed: int,
+) -> None:  # fmt: skip
+    positions = range(len(args)) if grad is True else grad or ()
+    leaves, tree = jax.tree.flatten(tuple(args))
+    chosen = _leaves_of(args, set(positions))
+    rng = np.random.default_rng(seed)
+    cotangents = [_cotangent(r, rng) for r in jax.tree.leaves(results)]
+    if not chosen or all(c is None for c in cotangents):
+        return
+
+    def backward(args: tuple[Any, ...], cotangents: list[Any]) -> list[Any]:
+        flat = jax.tree.leaves(args)
+
+        def outputs(*xs: Any) -> list[Any]:
+            new = list(flat)
+            for i, x in zip(chosen, xs, strict=True):
+                new[i] = x
+            outs = jax.tree.leaves(fn(*jax.tree.unflatten(tree, new)))
+            return [o for o, c in zip(outs, cotangents, strict=True) if c is not None]
+
+        _, pull = jax.vjp(outputs, *(flat[i] for i in chosen))
+        return list(pull([c for c in cotangents if c is not None]))
+
+    f = spmd(backward, mesh=mesh, in_shardings=(in_shardings, None))
+    inputs = (jax.tree.unflatten(tree, leaves), cotangents)
+    _compare("gradient", f(*inputs), jax.jit(backward)(*inputs), f.plan(*inputs), tol)
+
+
+def _leaves_of(args: Sequence[Any], positions: set[int]) -> list[int]:
+    """The flat positions of the arguments to differentiate: those of floating type."""
+    out, at = [], 0
+    for i, a in enumerate(args):
+        for leaf in jax.tree.leaves(a):
+            if i in positions and _is_float(leaf):
+                out.append(at)
+            at += 1
+    return out
+
+
+def _is_float(x: Any) -> bool:
+    return jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)
+
+
+def _cotangent(x: Any, rng: np.random.Generator) -> Any:
+    """A random cotangent of a result, None where it has none."""
+    if not _is_float(x):
+        return None
+    return jnp.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype)
+
+
+# -- values ------------------------------------------------------------------------------------------
+
+# Sums are added up in another order on many devices than on one.
+_TOLERANCE = {2: 2e-2, 4: 2e-5, 8: 1e-10}  # by bytes of a real number
+
+
+def _compare(what: str, got: Any, want: Any, plan: Plan, tol: float | None) -> None:
+    is_leaf = lambda x: isinstance(x, PaddedArray)  # noqa: E731
+    got_paths, got_tree = jax.tree_util.tree_flatten_with_path(got, is_leaf=is_leaf)
+    want_leaves, want_tree = jax.tree.flatten(want)
+    if got_tree != want_tree:
+        raise CheckFailed(f"{what}: tree {got_tree}, should be {want_tree}")
+    for (path, g), w, layout in zip(got_paths, want_leaves, plan.out_layouts, strict=True):
+        fault = _difference(g, w, tol) or _copies_differ(g)
+        if fault:
+            name = what + jax.tree_util.keystr(path)
+            raise CheckFailed(_message(name, w, layout.sharding.text(plan.axes), fault, plan))
+
+
+def _message(name: str, w: Any, lies: str, fault: str, plan: Plan) -> str:
+    found = Counter(c.kind for c in plan.collectives)
+    lines = [
+        f"{name}: {w.dtype}[{','.join(map(str, w.shape))}] differs from the one-device run",
+        f"  {fault}",
+        f"  it lies {lies} on the mesh {plan.axes}",
+        f"  in_shardings {plan.in_shardings}",
+        "  collectives " + (", ".join(f"{n} {k}" for k, n in sorted(found.items())) or "none"),
+    ]
+    return "\n".join(lines)
+
+
+def _difference(got: Any, want: Any, tol: float | None) -> str:
+    """What is wrong with a result, '' when nothing is."""
+    if got.dtype != want.dtype:
+        return f"dtype {got.dtype}"
+    g, w = _plain(got), _plain(want)
+    if g.shape != w.shape:
+        return f"shape {list(g.shape)}"
+    if not w.size:
+        return ""
+    if not np.issubdtype(w.dtype, np.inexact):
+        wrong = g != w
+    else:
+        if tol is None:
+            tol = _TOLERANCE[jnp.finfo(want.dtype).bits // 8]
+        finite = np.abs(w[np.isfinite(w)])
+        scale = max(1.0, finite.max()) if finite.size else 1.0
+        wrong = ~np.isclose(g, w, rtol=0, atol=tol * scale, equal_nan=True)
+    if not wrong.any():
+        return ""
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return (
+        f"{int(wrong.sum())} of {w.size} entries are wrong; first at {list(at)}: "
+        f"{g[at]}, should be {w[at]}"
+    )
+
+
+def _plain(x: Any) -> np.ndarray:
+    """An array's values for comparison: keys as numbers, small floats as float32."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(x.logical() if isinstance(x, PaddedArray) else x))
+    a = np.asarray(x)
+    return a.astype(np.float32) if a.dtype.itemsize <= 2 and _is_float(a) else a
+
+
+def _copies_differ(x: Any) -> str:
+    """'' when every device that holds a block of `x` holds the same bits, else what differs."""
+    array = x.array if isinstance(x, PaddedArray) else x
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return ""
+    first: dict[Any, tuple[Any, np.ndarray]] = {}
+    for shard in array.addressable_shards:
+        inside = tuple(
+            slice(max(0, min(n, (i.start or 0) + m) - (i.start or 0)))
+            for i, n, m in zip(shard.index, x.shape, shard.data.shape, strict=True)
+        )
+        block = np.ascontiguousarray(np.asarray(shard.data)[inside])
+        bits = block.view(np.uint8) if block.ndim else block.reshape(1).view(np.uint8)
+        other = first.setdefault(str(shard.index), (shard.device, bits))
+        if not np.array_equal(other[1], bits):
+            return f"devices {other[0].id} and {shard.device.id} hold different copies of one block"
+    return ""
+
+
+# -- collectives -------------------------------------------------------------------------------------
+
+
+def _check_collectives(plan: Plan, kinds: Any, bytes: float | None) -> None:
+    table = "".join(f"\n  {c}" for c in plan.collectives) or "\n  none"
+    if kinds is not None:
+        want, found = Counter(kinds), Counter(c.kind for c in plan.collectives)
+        if want != found:
+            raise CheckFailed(f"collectives {dict(found)}, should be {dict(want)}:{table}")
+    if bytes is not None and not np.isclose(plan.comm_bytes, bytes):
+        raise CheckFailed(f"{plan.comm_bytes:.0f} bytes sent, should be {bytes:.0f}:{table}")
+
+
+def _check_wire(plan: Plan, text: str) -> None:
+    sent = hlo.wire_bytes(text)
+    if abs(sent - plan.comm_bytes) > 0.02 * max(sent, plan.comm_bytes):
+        table = "".join(f"\n  {c}" for c in plan.collectives) or "\n  none"
+        raise CheckFailed(
+            f"the compiled program sends {sent:.0f} bytes, the plan says {plan.comm_bytes:.0f}:{table}"
+        )
+
+
