@@ -27,6 +27,11 @@ FLOPS_PER_BYTE = 64.0
 MEMORY_PER_BYTE = 8.0
 MAX_CANDIDATES = 512
 
+# A dot may be moved to a layout none of its values has (an all-to-all before, an all-gather after) only
+# where that saves clearly: it relayouts blocks and shortens dims, which costs time the price leaves out.
+FEWER_BYTES = 0.85
+LOWER_PRICE = 0.95
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -97,14 +102,22 @@ def choose(
     `comm` prices the op's own communication.  Ties go to the candidate found first: the wanted
     result's layout, then the operands' in order.
     """
-    best: list[Choice] = []
-    for rule in rules:
-        for assignment in candidates(rule, operands, results, mesh, dot):
-            for pending in _pending_sums(rule, operands):
-                c = _priced(rule, assignment, pending, operands, results, mesh, comm, dot)
-                if c is not None:
-                    best.append(c)
-    best.sort(key=lambda c: round(c.price, 3))  # stable: the first found wins a tie
+
+    def priced(anywhere: bool) -> list[Choice]:
+        found = [
+            _priced(rule, assignment, pending, operands, results, mesh, comm, dot)
+            for rule in rules
+            for assignment in candidates(rule, operands, results, mesh, anywhere)
+            for pending in _pending_sums(rule, operands)
+        ]
+        # stable: the first found wins a tie
+        return sorted((c for c in found if c is not None), key=lambda c: round(c.price, 3))
+
+    best = priced(anywhere=False)
+    if dot and best[0].bytes:
+        new = priced(anywhere=True)[0]
+        if new.bytes < FEWER_BYTES * best[0].bytes and new.price < LOWER_PRICE * best[0].price:
+            return new, best[0]
     return best[0], (best[1] if len(best) > 1 else None)
 
 

@@ -14,7 +14,7 @@ clipped first, and what must not be seen is masked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,16 +110,17 @@ def where(mask: Any, x: Any, y: Any) -> Any:
 
 
 class Device:
-    """This device's place among the blocks of a dim; `device.at(table)` is its entry of a table."""
+    """This device's place among the blocks of a dim that is split over `atoms`, major first."""
 
-    def __init__(self, atoms: Axes):
-        self.atoms = tuple(atoms)
+    def __init__(self, atoms: Axes, mesh: MeshAxes):
+        self.atoms, self.mesh = tuple(atoms), mesh
 
     @functools.cached_property
     def index(self) -> Any:
         return lax.axis_index(self.atoms)
 
     def at(self, table: Start) -> Any:
+        """This device's entry of a table of all devices, as an int32 scalar."""
         if isinstance(table, int):
             return table
         values = jnp.asarray(np.asarray(table, np.int32))
@@ -127,10 +128,25 @@ class Device:
         return lax.squeeze(entry, (0,))
 
 
+    def receive(self, x: Any, pairs: Iterable[tuple[int, int]]) -> Any:
+        """One collective-permute of (source, destination) pairs; zeros where nothing is sent.
+
+        `lax.ppermute` numbers devices in mesh order, in whatever order it is given the axes.
+        """
+        order = self.mesh.sort(self.atoms)
+        if order != self.atoms:
+            grid = np.arange(self.mesh.size(order)).reshape([self.mesh.size_of[a] for a in order])
+            number = grid.transpose([order.index(a) for a in self.atoms]).reshape(-1).tolist()
+            pairs = [(number[s], number[d]) for s, d in pairs]
+        return lax.ppermute(x, order, tuple(pairs))
+
+
 # ---- static exchange -------------------------------------------------------------------------
 
 
-def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any:
+def exchange(
+    x: Any, dim: int, atoms: Axes, mesh: MeshAxes, plan: Plan, fill: Any = None
+) -> Any:
     """Carry out a plan on a local block.
 
     Args:
@@ -141,7 +157,7 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
     Returns:
       The local block of the result, `plan.length` rows along `dim`.
     """
-    device = Device(atoms)
+    device = Device(atoms, mesh)
     if plan.method == "gather":
         whole = lax.all_gather(x, device.atoms, axis=dim, tiled=True)
         first, last = plan.span
@@ -162,7 +178,7 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
 def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
     def piece(step: Any) -> Any:
         window = rows_at(x, dim, device.at(step.take), step.rows)
-        return lax.ppermute(window, device.atoms, step.pairs) if step.pairs else window
+        return device.receive(window, step.pairs) if step.pairs else window
 
     def zeros(rows: int) -> Any:
         return lax.full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), 0, x.dtype)
@@ -251,7 +267,7 @@ def window(
       fill: a scalar, or None to leave rows outside [0, size) unspecified.
     """
     plan = window_plan(mesh.size(atoms), block, size, start, length)
-    return exchange(x, dim, atoms, plan, fill)
+    return exchange(x, dim, atoms, mesh, plan, fill)
 
 
 def window_rows(
@@ -286,12 +302,12 @@ def shift(
       by: an int32 scalar in [0, reach], the same on all devices.
       down: move the other way: rows [p*block - by, ...).
     """
-    shards, block = mesh.size(atoms), x.shape[dim]
+    shards, block, device = mesh.size(atoms), x.shape[dim], Device(atoms, mesh)
 
     def from_neighbour(y: Any, distance: int) -> Any:
         step = -distance if down else distance
         pairs = [(p + step, p) for p in range(shards) if 0 <= p + step < shards]
-        return lax.ppermute(y, tuple(atoms), pairs)
+        return device.receive(y, pairs)
 
     blocks = lax.div(by, jnp.int32(block)) if reach >= block else 0
     for k in range((reach // block).bit_length()):

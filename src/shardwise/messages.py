@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Ints = np.ndarray
+Table = dict[int, dict[int, int]]  # device -> colour -> message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,11 +120,6 @@ def repeats(*keys: Ints) -> Ints:
     return out
 
 
-def classes(*keys: Ints) -> Ints:
-    """A colour for every distinct tuple of keys."""
-    return np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
-
-
 def is_matching(m: Messages, colour: Ints) -> bool:
     """Whether within each colour every device sends at most once and receives at most once."""
     return not (repeats(colour, m.src).any() or repeats(colour, m.dst).any())
@@ -136,7 +132,7 @@ def edge_colouring(src: Ints, dst: Ints, length: Ints) -> Ints:
     is free at both ends, so that messages of like length share rounds.
     """
     ends = (src.tolist(), dst.tolist())
-    at: tuple[dict[int, dict[int, int]], ...] = ({}, {})  # side -> device -> colour -> message
+    at: tuple[Table, Table] = ({}, {})
     colour = [0] * len(ends[0])
     for e in np.argsort(-length, kind="stable").tolist():
         u, v = at[0].setdefault(ends[0][e], {}), at[1].setdefault(ends[1][e], {})
@@ -151,7 +147,14 @@ def edge_colouring(src: Ints, dst: Ints, length: Ints) -> Ints:
     return np.array(colour, np.int64)
 
 
-def _flip(at: tuple, ends: tuple, colour: list[int], device: int, c: int, d: int) -> None:
+def _flip(
+    at: tuple[Table, Table],
+    ends: tuple[list[int], list[int]],
+    colour: list[int],
+    device: int,
+    c: int,
+    d: int,
+) -> None:
     """Swap colours c and d along the path of messages that starts at receiver `device` with c."""
     side, path = 1, []
     while (e := at[side][device].get(c if len(path) % 2 == 0 else d)) is not None:
@@ -160,8 +163,7 @@ def _flip(at: tuple, ends: tuple, colour: list[int], device: int, c: int, d: int
         device = ends[side][e]
     for e in path:
         for s in (0, 1):
-            if at[s][ends[s][e]].get(colour[e]) == e:
-                del at[s][ends[s][e]][colour[e]]
+            at[s][ends[s][e]].pop(colour[e], None)
     for e in path:
         colour[e] = d if colour[e] == c else c
         for s in (0, 1):

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from shardwise.halo import Device
+from shardwise.mesh import MeshAxes
 from shardwise.messages import Ints, edge_colouring, repeats
 from shardwise.rounds import MAX_COLOURED, MAX_ROUNDS
 
@@ -109,9 +110,11 @@ def _rounds(
     return tuple(out), np.cumsum(longest) - longest
 
 
-def regroup(x: Any, dim: int, atoms: Sequence[str], plan: Regrouping) -> Any:
+def regroup(
+    x: Any, dim: int, atoms: Sequence[str], mesh: MeshAxes, plan: Regrouping
+) -> Any:
     """Carry out a plan on the local block of a dim split over `atoms`; inside `shard_map`."""
-    device = Device(atoms)
+    device = Device(atoms, mesh)
 
     def pick(y: Any, table: Ints) -> Any:
         entries = jnp.asarray(table, jnp.int32)
@@ -120,7 +123,7 @@ def regroup(x: Any, dim: int, atoms: Sequence[str], plan: Regrouping) -> Any:
 
     pool = [x]
     for pairs, table in plan.rounds:
-        pool.append(lax.ppermute(pick(x, table), device.atoms, pairs))
+        pool.append(device.receive(pick(x, table), pairs))
     if plan.everywhere is not None:
         sent = pick(x, plan.everywhere)
         pool.append(lax.all_to_all(sent, device.atoms, dim, dim, tiled=True))

@@ -18,7 +18,7 @@ import itertools
 
 import numpy as np
 
-from shardwise.messages import Ints, Messages, Rows, classes, edge_colouring, is_matching, repeats
+from shardwise.messages import Ints, Messages, Rows, edge_colouring, is_matching, repeats
 
 # More collective-permutes than this in one exchange are not worth the rows they may save.
 MAX_ROUNDS = 16
@@ -100,76 +100,110 @@ class Plan:
         return inside and all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
 
 
-def plan_exchange(held: Rows, wanted: Rows, block: int, length: int, overlaps: Messages) -> Plan:
+def plan_exchange(held: Rows, wanted: Rows, block: int, length: int, m: Messages) -> Plan:
     """The cheapest plan by which devices that hold `held` get the rows `wanted`.
 
     Args:
       block, length: rows of a device's source and result blocks, with what is not held or wanted.
-      overlaps: the messages, `messages.overlaps(held, wanted)`.
+      m: the messages, `overlaps(held, wanted)`.
     """
-    plans = [plan_rounds(overlaps, wanted, block, length)]
-    room = MAX_GROWTH * max(block, length)
-    shards = wanted.shards
+    found = colour_messages(m.pick(m.src != m.dst))
+    shards, room = wanted.shards, MAX_GROWTH * max(block, length)
+    draft = Plan("rounds", shards, block, length, found.rows, (), *_coverage(m, wanted))
+    others = []
     if shards * block <= room and held.tiled(block) is not None:
-        plans.append(_gather(plans[0], held, wanted))
+        others.append(_gather(draft, held, wanted))
     if shards * length <= room and wanted.tiled(length) is not None:
-        plans.append(_scatter(plans[0], held, wanted))
-    few = [p for p in plans if len(p.steps) <= MAX_ROUNDS] or plans
-    return min(few, key=lambda p: (p.rows, sum(bool(s.pairs) for s in p.steps) or 1))
+        others.append(_scatter(draft, held, wanted))
+    other = min(others, key=lambda p: p.rows, default=None)
+    if other and (found.rounds > MAX_ROUNDS or (other.rows, 1) < (found.rows, found.rounds)):
+        return other
+    return plan_rounds(m, wanted, block, length, found)
 
 
-def plan_rounds(m: Messages, wanted: Rows, block: int, length: int) -> Plan:
-    """The plan that sends messages as they are, in rounds of collective-permute."""
+def plan_rounds(m: Messages, wanted: Rows, block: int, length: int, found: Colouring) -> Plan:
+    """The plan that sends messages as they are; `found` colours those between devices."""
     shards = wanted.shards
     make = functools.partial(_steps, shards=shards, block=block, length=length)
     local = m.src == m.dst
-    colour, fixed = colour_messages(m.pick(~local))
-    if fixed:
+    colour = found.colour
+    if found.fixed:
         local &= ~_free_riders(m, local)
-        colour, _ = colour_messages(m.pick(~local))
-    mine, theirs = m.pick(local), m.pick(~local)
-    steps = make(theirs, colour, fixed)
-    rows = sum(s.rows for s in steps)
-    by_shift = classes(mine.src_off - mine.dst_off) if len(mine) else mine.src
-    alike = len(mine) > 0 and is_matching(mine, by_shift)
-    if alike and by_shift.max() <= repeats(mine.dst).max():
-        steps += make(mine, by_shift, True)
+        colour = by_displacement(m.pick(~local))
+    mine = m.pick(local)
+    steps = make(m.pick(~local), colour, found.fixed)
+    alike, each = by_displacement(mine), repeats(mine.dst)
+    if is_matching(mine, alike) and alike.max(initial=0) <= each.max(initial=0):
+        steps += make(mine, alike, True)
     else:
-        steps += make(mine, repeats(mine.dst), False)
+        steps += make(mine, each, False)
     steps.sort(key=lambda s: float(np.mean(np.broadcast_to(s.put, shards)[s.hi > s.lo])))
     cover, fills = _coverage(m, wanted)
+    few = len(steps) <= 2 * MAX_ROUNDS  # with more, masking costs less than finding out
     steps = [
-        dataclasses.replace(s, mask=_leaves_junk(s, steps[i + 1 :], cover))
+        dataclasses.replace(s, mask=not few or _leaves_junk(s, steps[i + 1 :], cover))
         for i, s in enumerate(steps)
     ]
-    return Plan("rounds", shards, block, length, rows, tuple(steps), cover, fills)
+    return Plan("rounds", shards, block, length, found.rows, tuple(steps), cover, fills)
 
 
-def colour_messages(m: Messages) -> tuple[Ints, bool]:
-    """The cheapest of four colourings, and whether its windows start alike on all devices.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Colouring:
+    """Rounds for messages between devices.
 
-    By displacement (every window at one place: a uniform shift); by the distance between the
-    devices; in turn, which needs the fewest rounds when both sides are intervals in one order; and
-    the fewest rounds in general, tried only while nothing else reaches what the busiest device must
-    send or receive anyway.
+    Attributes:
+      colour: the round of each message; `rounds` how many there are.
+      fixed: whether the windows of a round start alike on all devices.
+      rows: what one device sends.
+    """
+
+    colour: Ints
+    fixed: bool
+    rows: int
+    rounds: int
+
+
+def by_displacement(m: Messages) -> Ints:
+    """One colour for all messages that move by the same number of rows within the block."""
+    return np.unique(m.src_off - m.dst_off, return_inverse=True)[1].reshape(-1)
+
+
+def colour_messages(m: Messages) -> Colouring:
+    """The cheapest of four colourings of messages between devices.
+
+    By displacement: uniform shifts.  By the distance between the devices.  In turn, which needs the
+    fewest rounds when both sides are intervals in one order.  And with the fewest rounds whatever
+    the messages are, tried only while nothing else reaches what the busiest device must send or
+    receive anyway.
     """
     if not len(m):
-        return m.src, False
+        return Colouring(m.src, False, 0, 0)
     most = max(np.bincount(m.src).max(), np.bincount(m.dst).max())
-    options = [
-        (classes(m.src_off - m.dst_off), True),
-        (classes(m.dst - m.src, repeats(m.src, m.dst)), False),
-        (np.arange(len(m)) % most, False),
-    ]
-    if options[0][0].max() >= MAX_ROUNDS:
-        del options[0]
-    priced = [(*_price(m, c, fixed), not fixed, c) for c, fixed in options if is_matching(m, c)]
+    distance = m.dst - m.src
+    options = [(np.arange(len(m)) % most, False)]
+    if (alike := by_displacement(m)).max() < MAX_ROUNDS:
+        options.append((alike, True))
+    pairs = distance * (2 * len(m)) + repeats(m.src, m.dst)
+    options.append((np.unique(pairs, return_inverse=True)[1].reshape(-1), False))
+    found = [_price(m, c, fixed) for c, fixed in options if is_matching(m, c)]
     busiest = max(np.bincount(m.src, m.length).max(), np.bincount(m.dst, m.length).max())
-    if min(p[0] for p in priced) > busiest and len(m) <= MAX_COLOURED:
-        c = edge_colouring(m.src, m.dst, m.length)
-        priced.append((*_price(m, c, False), True, c))
-    _, _, moving, colour = min(priced, key=lambda p: p[:3])
-    return colour, not moving
+    open_ = min(f.rows for f in found) > busiest
+    if open_ and len(m) <= MAX_COLOURED and most <= MAX_ROUNDS:
+        found.append(_price(m, edge_colouring(m.src, m.dst, m.length), False))
+    return min(found, key=lambda f: (f.rows, f.rounds, not f.fixed))
+
+
+def _price(m: Messages, colour: Ints, fixed: bool) -> Colouring:
+    """A colouring with what it sends; a `fixed` window spans all messages of its round."""
+    n = int(colour.max()) + 1
+    if fixed:
+        lo, hi = np.full(n, np.iinfo(np.int64).max), np.zeros(n, np.int64)
+        np.minimum.at(lo, colour, m.src_off)
+        np.maximum.at(hi, colour, m.src_off + m.length)
+        return Colouring(colour, True, int((hi - lo).sum()), n)
+    longest = np.zeros(n, np.int64)
+    np.maximum.at(longest, colour, m.length)
+    return Colouring(colour, False, int(longest.sum()), n)
 
 
 def _free_riders(m: Messages, local: Ints) -> Ints:
@@ -177,28 +211,14 @@ def _free_riders(m: Messages, local: Ints) -> Ints:
 
     Reversing an odd number of blocks leaves the middle one in place, for instance.
     """
-    colour = classes(m.src_off - m.dst_off)
+    colour = by_displacement(m)
     riders = local & np.isin(colour, colour[~local])
-    both = m.pick(~local | riders)
-    if not is_matching(both, classes(both.src_off - both.dst_off)):
+    both, theirs = m.pick(~local | riders), m.pick(~local)
+    colour = by_displacement(both)
+    if not is_matching(both, colour):
         return np.zeros_like(local)
-    theirs = m.pick(~local)
-    before = _price(theirs, classes(theirs.src_off - theirs.dst_off), True)
-    after = _price(both, classes(both.src_off - both.dst_off), True)
-    return riders & (before == after)
-
-
-def _price(m: Messages, colour: Ints, fixed: bool) -> tuple[int, int]:
-    """Rows one device sends, and rounds; `fixed` windows span all their messages."""
-    n = int(colour.max()) + 1
-    if not fixed:
-        longest = np.zeros(n, np.int64)
-        np.maximum.at(longest, colour, m.length)
-        return int(longest.sum()), n
-    lo, hi = np.full(n, np.iinfo(np.int64).max), np.zeros(n, np.int64)
-    np.minimum.at(lo, colour, m.src_off)
-    np.maximum.at(hi, colour, m.src_off + m.length)
-    return int((hi - lo).sum()), n
+    grown = _price(both, colour, True).rows > _price(theirs, by_displacement(theirs), True).rows
+    return np.zeros_like(local) if grown else riders
 
 
 def _steps(

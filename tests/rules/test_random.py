@@ -47,9 +47,9 @@ def raw(x: Any) -> np.ndarray:
 def wrong(
     fn: Callable[..., Any], *args: Any, mesh: dict[str, int], every: int = 1
 ) -> tuple[list[str], int]:
-    """(what is wrong, splits tried: one in `every`) of the last equation of `fn`, keys as operands and results.
+    """(what is wrong, splits tried: one in `every`) of the last equation of `fn`.
 
-    `check_rule` for values that are not plain arrays: they cross to the devices as their words.
+    `check_rule` for operands and results that may be keys: they reach the devices as their words.
     """
     axes = MeshAxes.of(device_mesh(mesh))
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]

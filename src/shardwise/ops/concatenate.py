@@ -14,7 +14,7 @@ from shardwise.messages import Messages, Rows, overlaps
 from shardwise.ops.moves import APART, TIED, empty, is_tied, split, zeros
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
-from shardwise.rounds import MAX_ROUNDS, Plan, plan_exchange, plan_rounds
+from shardwise.rounds import MAX_ROUNDS, Plan, colour_messages, plan_exchange, plan_rounds
 
 
 @rule(lax.concatenate_p)
@@ -60,9 +60,9 @@ def concatenate_plans(
         Messages(m.src, m.dst, m.src_off + int(at[k]), m.dst_off, m.length)
         for k, m in enumerate(moves)
     ])  # fmt: skip
-    together = plan_rounds(joined, wanted, int(at[-1]), out)
-    if len(together.steps) <= MAX_ROUNDS and together.rows <= sum(p.rows for p in apart):
-        return (together,)
+    found = colour_messages(joined.pick(joined.src != joined.dst))
+    if found.rounds <= MAX_ROUNDS and found.rows <= sum(p.rows for p in apart):
+        return (plan_rounds(joined, wanted, int(at[-1]), out, found),)
     return apart
 
 
@@ -89,8 +89,8 @@ def _concatenate_local(ctx: LocalContext, eqn: Eqn, *xs: Any) -> Any:
         return cut(lax.concatenate(xs, dim), dim, ctx.block_index(atoms) * n, n, 0, bounds)
     plans = _concatenate_plans(ctx, eqn)
     if len(plans) == 1:
-        return exchange(lax.concatenate(xs, dim), dim, atoms, plans[0])
-    parts = [exchange(x, dim, atoms, p) for x, p in zip(xs, plans, strict=True)]
+        return exchange(lax.concatenate(xs, dim), dim, atoms, ctx.mesh, plans[0])
+    parts = [exchange(x, dim, atoms, ctx.mesh, p) for x, p in zip(xs, plans, strict=True)]
     out, first = parts[0], 0
     row = iota_of(out, dim) + ctx.block_index(atoms) * n
     for part, v in zip(parts[1:], eqn.invars, strict=False):

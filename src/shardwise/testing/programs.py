@@ -1,0 +1,194 @@
+"""Random programs as Python text: a function, its arguments, a mesh, annotations.
+
+A program is built step by step from one source of chance, `choose(options)`, so that Hypothesis can
+draw (and shrink) what `python -m shardwise.testing.fuzz` draws from a seed.  Options come simplest
+first.  The text of a program is all there is of it: what failed can be pasted into a file and run.
+
+Two rules keep a program's value well defined on any number of devices, where sums are added in
+another order: values stay of order one; and what depends on exact equality or order (argmax, max and
+their gradients, comparisons) is applied to *exact* values only, moved but not computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardwise.annotate import annotate
+from shardwise.mesh import MeshAxes
+from shardwise.testing.check import check
+
+Choose = Callable[[Sequence[Any]], Any]
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"x": 2}, {"x": 4}, {"x": 2, "y": 2}, {"x": 8}, {"x": 2, "y": 4}, {"x": 3}, {"x": 2, "y": 3},
+    {"x": 6}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 7},
+)  # fmt: skip
+DIMS = (4, 8, 2, 6, 3, 5, 1, 10, 12, 7, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of the program under construction; `exact` if it was only moved, never computed."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    exact: bool = False
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype == "float32"
+
+
+@dataclasses.dataclass
+class Program:
+    """A program's parts; `text()` is the whole of it."""
+
+    mesh: dict[str, int]
+    args: list[Value] = dataclasses.field(default_factory=list)
+    in_specs: list[str] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
+    results: list[str] = dataclasses.field(default_factory=list)
+    out_specs: list[str] = dataclasses.field(default_factory=list)
+
+    def function(self) -> str:
+        names = ", ".join(a.name for a in self.args)
+        lines = [f"    {line}" for line in self.lines]
+        return "\n".join([f"def f({names}):", *lines, f"    return {', '.join(self.results)}"])
+
+    def call(self) -> str:
+        values = [f"values({a.shape}, {a.dtype!r}, {i})" for i, a in enumerate(self.args)]
+        return (
+            f"check(f, ({', '.join(values)},), {self.mesh},\n"
+            f"      in_shardings=({', '.join(self.in_specs)},),\n"
+            f"      out_shardings={self._out()})"
+        )
+
+    def _out(self) -> str:
+        return self.out_specs[0] if len(self.out_specs) == 1 else f"({', '.join(self.out_specs)})"
+
+    def text(self) -> str:
+        """The program as a script."""
+        return f"{_HEADER}\n\n{self.function()}\n\n\n{self.call()}\n"
+
+    def run(self) -> None:
+        """Check it: one device against many, values and gradients.  Raises what `check` raises."""
+        exec(compile(f"{self.function()}\n{self.call()}", "<program>", "exec"), dict(_NAMES))
+
+
+_HEADER = """import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+import shardwise as sw
+from shardwise.testing import check
+from shardwise.testing.programs import values
+"""
+
+
+def values(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    """The values of an argument: floats in (-1, 1), small integers (negative ones too), booleans."""
+    rng = np.random.default_rng(seed)
+    if dtype == "float32":
+        return jnp.asarray(rng.uniform(-1, 1, shape), jnp.float32)
+    if dtype == "bool":
+        return jnp.asarray(rng.integers(0, 2, shape), bool)
+    return jnp.asarray(rng.integers(-2, 5, shape), jnp.int32)
+
+
+# What a program's text may name; of `sw` it uses `annotate` only.
+_NAMES: dict[str, Any] = {
+    "jax": jax, "jnp": jnp, "lax": lax, "P": jax.sharding.PartitionSpec,
+    "sw": types.SimpleNamespace(annotate=annotate), "check": check, "values": values,
+}  # fmt: skip
+
+
+class Builder:
+    """A program in the making."""
+
+    def __init__(self, choose: Choose, mesh: dict[str, int]):
+        self.choose, self.program = choose, Program(mesh)
+        self.axes = MeshAxes(tuple(mesh), tuple(mesh.values()))
+        self.values: list[Value] = []
+
+    def chance(self, one_in: int) -> bool:
+        """True once in `one_in` draws; False is the simple case."""
+        return self.choose(range(one_in)) == one_in - 1
+
+    def new(self, shape: Sequence[int], dtype: str = "float32") -> Value:
+        """A new argument."""
+        v = Value(f"a{len(self.program.args)}", tuple(shape), dtype, exact=True)
+        self.program.args.append(v)
+        self.program.in_specs.append(self.spec(v.rank) if self.chance(2) else "None")
+        return v
+
+    def emit(self, text: str, operands: Sequence[Value], exact: bool = False) -> Value:
+        """A line `v = text`; its shape is found by tracing.  Raises what tracing raises."""
+        names = [v.name for v in operands]
+        f = eval(f"lambda {', '.join(names)}: {text}", dict(_NAMES))
+        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands]
+        out = jax.eval_shape(f, *types)
+        if out.size > 4096:
+            raise ValueError("too large")
+        exact = exact and all(v.exact for v in operands)
+        v = Value(f"v{len(self.program.lines)}", out.shape, str(out.dtype), exact)
+        self.program.lines.append(f"{v.name} = {text}")
+        return v
+
+    def spec(self, rank: int, open_dims: bool = False) -> str:
+        """A random `P(...)` for a value of `rank` dims."""
+        entries: list[list[str]] = [[] for _ in range(rank)]
+        for axis in self.choose(_orders(self.axes.names)):
+            dim = self.choose([*range(rank), None])
+            if dim is not None:
+                entries[dim].append(axis)
+        texts = [repr(e[0]) if len(e) == 1 else repr(tuple(e)) if e else "None" for e in entries]
+        if open_dims:
+            texts = [
+                "P.UNCONSTRAINED" if t == "None" and self.chance(3) else t for t in texts
+            ]
+        return f"P({', '.join(texts)})"
+
+
+def _orders(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(names), tuple(reversed(names))]
+
+
+def random_program(choose: Choose, steps: int = 6) -> Program:
+    """A program of up to `steps` operations."""
+    from shardwise.testing.operations import OPERATIONS
+
+    b = Builder(choose, choose(MESHES))
+    v = b.new([choose(DIMS) for _ in range(choose((2, 1, 3)))])
+    b.values.append(v)
+    for _ in range(choose(range(1, steps + 1))):
+        operation = choose(OPERATIONS)
+        before = len(b.program.args), len(b.program.lines)
+        try:
+            v = operation(b, v)
+        except (TypeError, ValueError, ZeroDivisionError, IndexError):
+            # Not possible for this shape or dtype: as if it had not been drawn.
+            del b.program.args[before[0] :], b.program.in_specs[before[0] :]
+            del b.program.lines[before[1] :]
+            continue
+        b.values.append(v)
+        if b.chance(3):
+            v = b.emit(f"sw.annotate({v.name}, {b.spec(v.rank, open_dims=True)})", [v], exact=True)
+            b.values.append(v)
+    kept = [v]
+    if b.chance(3):
+        kept.append(choose(b.values))
+    b.program.results = [k.name for k in kept]
+    b.program.out_specs = [b.spec(k.rank) if b.chance(2) else "None" for k in kept]
+    return b.program
