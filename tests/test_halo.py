@@ -19,7 +19,7 @@ from shardwise.mesh import MeshAxes
 from shardwise.messages import Messages, Rows, edge_colouring, overlaps, repeats
 from shardwise.ops.concatenate import concatenate_plans
 from shardwise.regroup import plan_regrouping, regroup
-from shardwise.rounds import MAX_ROUNDS, Plan, colour_messages, plan_exchange, plan_rounds
+from shardwise.rounds import MAX_ROUNDS, Plan, by_gather, by_scatter, colour_messages, plan_rounds
 
 # ---- plans -----------------------------------------------------------------------------------
 
@@ -174,23 +174,15 @@ def test_window(atoms: Any, start: tuple[int, int], length: int, fill: float | N
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("method", ["gather", "scatter"])
-def test_one_collective_instead_of_many(method: str) -> None:
-    held, wanted = Rows.blocks(8, 6, 41), Rows.windows(8, 6, 2, 6)
-    if method == "gather":
-        held, wanted = Rows.blocks(8, 2, 15), Rows.windows(8, 9, -3, 16)
-    block, length = (2, 16) if method == "gather" else (6, 6)
-    size = int(held.hi.max())
-    m = overlaps(held, wanted)
-    plan = plan_exchange(held, wanted, block, length, m)
-    if method == "scatter":  # never the cheapest of plain shifts: ask for it
-        from shardwise import rounds
-
-        plan = rounds._scatter(plan, held, wanted)
-    assert plan.method == method
+@pytest.mark.parametrize("make", [by_gather, by_scatter])
+def test_one_collective_instead_of_many(make: Callable[..., Plan]) -> None:
+    block, size = 6, 41
+    start, length = (9, 16) if make is by_gather else (6, 6)
+    held, wanted = Rows.blocks(8, block, size), Rows.windows(8, start, -3, length)
+    plan = make(in_rounds(overlaps(held, wanted), wanted, block, length), held, wanted)
     x = np.full(8 * block, np.nan, np.float32)
     x[:size] = np.arange(size)
-    got = run(lambda b: halo.exchange(b, 0, ("x",), MeshAxes(("x",), (8,)), plan, -1.0), x, {"x": 8}, "x")
+    got = run(lambda b: halo.exchange(b, 0, ("x",), plan, -1.0), x, {"x": 8}, "x")
     row = wanted.lo[:, None] + np.arange(length)
     want = np.where((row >= 0) & (row < size), row, -1).reshape(-1)
     np.testing.assert_array_equal(got, want)
@@ -237,7 +229,7 @@ def test_regroup_follows_any_map(seed: int) -> None:
     index = rng.integers(-1, shards * block - 1, size=(shards, length))
     plan = plan_regrouping(index, block)
     x = rng.normal(size=(shards * block, 2)).astype(np.float32)
-    got = run(lambda b: regroup(b, 0, mesh.atoms, mesh, plan), x, {"x": shards}, "x")
+    got = run(lambda b: regroup(b, 0, ("x",), plan), x, {"x": shards}, "x")
     got = got.reshape(shards, length, 2)
     np.testing.assert_array_equal(got[index >= 0], x[index[index >= 0]])
 

@@ -61,7 +61,9 @@ class Completion:
     visits: int = 0
 
     def sharding(self, v: Var) -> Sharding:
-        return Sharding(tuple(self.axes.get(v) or ((),) * v.rank))
+        """How a value lies.  A value without entries lies whole everywhere: there is nothing to split."""
+        axes = self.axes.get(v) if 0 not in v.shape else None
+        return Sharding(tuple(axes or ((),) * v.rank))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,11 @@ clipped first, and what must not be seen is masked.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -112,8 +114,8 @@ def where(mask: Any, x: Any, y: Any) -> Any:
 class Device:
     """This device's place among the blocks of a dim that is split over `atoms`, major first."""
 
-    def __init__(self, atoms: Axes, mesh: MeshAxes):
-        self.atoms, self.mesh = tuple(atoms), mesh
+    def __init__(self, atoms: Axes):
+        self.atoms = tuple(atoms)
 
     @functools.cached_property
     def index(self) -> Any:
@@ -127,26 +129,24 @@ class Device:
         entry = lax.dynamic_slice(values, (self.index,), (1,), allow_negative_indices=False)
         return lax.squeeze(entry, (0,))
 
-
     def receive(self, x: Any, pairs: Iterable[tuple[int, int]]) -> Any:
         """One collective-permute of (source, destination) pairs; zeros where nothing is sent.
 
         `lax.ppermute` numbers devices in mesh order, in whatever order it is given the axes.
         """
-        order = self.mesh.sort(self.atoms)
-        if order != self.atoms:
-            grid = np.arange(self.mesh.size(order)).reshape([self.mesh.size_of[a] for a in order])
+        sizes = jax.sharding.get_abstract_mesh().shape
+        order = sorted(self.atoms, key=list(sizes).index)
+        if tuple(order) != self.atoms:
+            grid = np.arange(math.prod(sizes[a] for a in order)).reshape([sizes[a] for a in order])
             number = grid.transpose([order.index(a) for a in self.atoms]).reshape(-1).tolist()
             pairs = [(number[s], number[d]) for s, d in pairs]
-        return lax.ppermute(x, order, tuple(pairs))
+        return lax.ppermute(x, tuple(order), tuple(pairs))
 
 
 # ---- static exchange -------------------------------------------------------------------------
 
 
-def exchange(
-    x: Any, dim: int, atoms: Axes, mesh: MeshAxes, plan: Plan, fill: Any = None
-) -> Any:
+def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any:
     """Carry out a plan on a local block.
 
     Args:
@@ -157,7 +157,7 @@ def exchange(
     Returns:
       The local block of the result, `plan.length` rows along `dim`.
     """
-    device = Device(atoms, mesh)
+    device = Device(atoms)
     if plan.method == "gather":
         whole = lax.all_gather(x, device.atoms, axis=dim, tiled=True)
         first, last = plan.span
@@ -267,7 +267,7 @@ def window(
       fill: a scalar, or None to leave rows outside [0, size) unspecified.
     """
     plan = window_plan(mesh.size(atoms), block, size, start, length)
-    return exchange(x, dim, atoms, mesh, plan, fill)
+    return exchange(x, dim, atoms, plan, fill)
 
 
 def window_rows(
@@ -302,7 +302,7 @@ def shift(
       by: an int32 scalar in [0, reach], the same on all devices.
       down: move the other way: rows [p*block - by, ...).
     """
-    shards, block, device = mesh.size(atoms), x.shape[dim], Device(atoms, mesh)
+    shards, block, device = mesh.size(atoms), x.shape[dim], Device(atoms)
 
     def from_neighbour(y: Any, distance: int) -> Any:
         step = -distance if down else distance

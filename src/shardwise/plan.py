@@ -8,10 +8,12 @@ it, so that no number describes a second version of the program.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shardwise import _jax
@@ -80,35 +82,50 @@ class Plan:
     # -- the per-device program --------------------------------------------------------------------
 
     def device_function(self) -> Callable[..., Any]:
-        """The program on one device's blocks (to be run under shard_map over the atom mesh)."""
+        """The program on one device's blocks (to be run under shard_map over the atom mesh).
+
+        It takes the arguments that are `passed`.
+        """
         from shardwise.border import enter, leave
 
         def run(*blocks: Any) -> list[Any]:
             p = self.partitioner
             p.reset()
-            values = [
-                enter(p, v, x, lay)
-                for v, x, lay in zip(self.body.invars, blocks, self.in_layouts, strict=True)
-            ]
+            block = iter(blocks)
+            values = []
+            for v, layout, passed in zip(
+                self.body.invars, self.in_layouts, self.passed, strict=True
+            ):
+                x = next(block) if passed else jnp.zeros(v.shape, v.dtype)
+                values.append(enter(p, v, x, layout))
             outs = p.run(self.body, values)
             return leave(p, self.body, outs, self.out_layouts)
 
         return run
 
+    @functools.cached_property
+    def passed(self) -> list[bool]:
+        """Which arguments the device function takes: those with any entries.
+
+        There is nothing in the others, and XLA cannot lower a shard_map that takes only such.
+        """
+        extended = jax.dtypes.extended
+        return [v.size > 0 or jax.dtypes.issubdtype(v.dtype, extended) for v in self.body.invars]
+
     def mapped(self) -> Callable[..., Any]:
         """The program on global, padded arrays: `shard_map` of the device function."""
-        mesh = self.axes.atom_mesh(self.mesh)
+        specs = [P(*(a or None for a in l.sharding.axes)) for l in self.in_layouts]
         run = jax.shard_map(
             self.device_function(),
-            mesh=mesh,
-            in_specs=tuple(P(*(a or None for a in l.sharding.axes)) for l in self.in_layouts),
+            mesh=self.axes.atom_mesh(self.mesh),
+            in_specs=tuple(itertools.compress(specs, self.passed)),
             out_specs=[P(*(a or None for a in l.sharding.axes)) for l in self.out_layouts],
             check_vma=False,
         )
 
         def mapped(*args: Any) -> list[Any]:
             with _jax.no_context_mesh():
-                return run(*args)
+                return run(*itertools.compress(args, self.passed))
 
         return mapped
 

@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 
 from shardwise.halo import Device
-from shardwise.mesh import MeshAxes
 from shardwise.messages import Ints, edge_colouring, repeats
 from shardwise.rounds import MAX_COLOURED, MAX_ROUNDS
 
@@ -110,11 +109,9 @@ def _rounds(
     return tuple(out), np.cumsum(longest) - longest
 
 
-def regroup(
-    x: Any, dim: int, atoms: Sequence[str], mesh: MeshAxes, plan: Regrouping
-) -> Any:
+def regroup(x: Any, dim: int, atoms: Sequence[str], plan: Regrouping) -> Any:
     """Carry out a plan on the local block of a dim split over `atoms`; inside `shard_map`."""
-    device = Device(atoms, mesh)
+    device = Device(atoms)
 
     def pick(y: Any, table: Ints) -> Any:
         entries = jnp.asarray(table, jnp.int32)

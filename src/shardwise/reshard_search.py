@@ -16,8 +16,8 @@ from shardwise.reshard_model import Hop, Problem, State
 from shardwise.reshard_moves import moves
 
 MAX_CHUNKS = 6  # with more, only moves toward the target are tried
-MAX_HOPS = 4000  # hops the full search may price before it falls back to those moves
-MAX_HOPS_BELOW = 1500  # and when there is a plan already
+MAX_HOPS = 4000  # hops priced before the search does the same, and turns greedy (some 40 ms)
+MAX_HOPS_BELOW = 1500  # hops priced before it gives up improving on a plan it was given
 
 
 class Plan(NamedTuple):
@@ -30,37 +30,33 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def search(problem: Problem, below: int | None = None) -> Plan | None:
-    """The cheapest plan, or None where none costs less than `below`.
+    """The cheapest plan, or None where none is found that costs less than `below`.
 
-    With more than `MAX_CHUNKS` chunks, or after `MAX_HOPS`, the best found by moves toward the
-    target alone, which always reach it.
+    The plan is the cheapest of all where there are at most `MAX_CHUNKS` chunks and the search ends
+    within `MAX_HOPS`; beyond, a good one.  Meshes of three axes stay within.
     """
-    wide = _Search(problem, below, wide=True)
-    hops = wide.run() if len(problem.sizes) <= MAX_CHUNKS else None
-    expanded = len(wide.done)
-    if hops is None and below is None:
-        narrow = _Search(problem, None, wide=False)
-        hops = narrow.run()
-        expanded += len(narrow.done)
-        assert hops is not None, "gathering, reducing and slicing reach any target"
+    run = _Search(problem, below)
+    hops = run.hops()
     if hops is None:
         return None
     hops = _merged(problem, hops)
-    return Plan(tuple(hops), sum(map(problem.price, hops)), expanded)
+    return Plan(tuple(hops), sum(map(problem.price, hops)), len(run.done))
 
 
 class _Search:
-    """A* from source to target, over all moves (`wide`) or those toward the target."""
+    """A* from source to target."""
 
-    def __init__(self, problem: Problem, below: int | None, *, wide: bool):
-        self.problem, self.below, self.wide = problem, below, wide
+    def __init__(self, problem: Problem, below: int | None):
+        self.problem, self.below = problem, below
+        self.limit = MAX_HOPS if below is None else MAX_HOPS_BELOW
+        self.wide = len(problem.sizes) <= MAX_CHUNKS
         self.best: dict[State, int] = {problem.source: 0}
         self.came: dict[State, Hop] = {}
         self.done: set[State] = set()
         self.priced = 0
 
-    def run(self) -> list[Hop] | None:
-        """The hops to the target; None where there are none below the price, or hops run out."""
+    def hops(self) -> list[Hop] | None:
+        """The hops to the target; None where there are none below the price."""
         target = self.problem.target
         heap = [(0, 0, 0, self.problem.source)]
         ticket = 0  # ties go to the state found first: plans do not depend on hashing
@@ -75,15 +71,15 @@ class _Search:
             for after, price, rest in self.steps(state):
                 ticket += 1
                 heapq.heappush(heap, (price + greed * rest, rest, ticket, after))
-            if self.wide and self.priced > (MAX_HOPS if self.below is None else MAX_HOPS_BELOW):
+            if self.below is not None and self.priced > self.limit:
                 return None
+        assert self.below is not None, "gathering, reducing and slicing reach any target"
         return None
 
     def steps(self, state: State) -> Iterator[tuple[State, int, int]]:
         """States reached more cheaply through `state`: their price, and a bound on what is left."""
         p, best = self.problem, self.best
-        for hop in moves(p, state, self.wide):
-            self.priced += 1
+        for hop in self.moves(state):
             price = best[state] + p.price(hop)
             if price >= best.get(hop.after, price + 1):
                 continue
@@ -91,6 +87,21 @@ class _Search:
             if self.below is None or price + rest < self.below:
                 best[hop.after], self.came[hop.after] = price, hop
                 yield hop.after, price, rest
+
+    def moves(self, state: State) -> Iterator[Hop]:
+        """All hops from a state while that is affordable, then those toward the target."""
+        if self.wide:
+            for hop in moves(self.problem, state, wide=True):
+                self.priced += 1
+                yield hop
+                if self.priced > self.limit:
+                    self.wide = False
+                    break
+            else:
+                return
+        for hop in moves(self.problem, state, wide=False):
+            self.priced += 1
+            yield hop
 
 
 def _path(came: dict[State, Hop], state: State) -> list[Hop]:

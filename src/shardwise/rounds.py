@@ -112,18 +112,20 @@ def plan_exchange(held: Rows, wanted: Rows, block: int, length: int, m: Messages
     draft = Plan("rounds", shards, block, length, found.rows, (), *_coverage(m, wanted))
     others = []
     if shards * block <= room and held.tiled(block) is not None:
-        others.append(_gather(draft, held, wanted))
+        others.append(by_gather(draft, held, wanted))
     if shards * length <= room and wanted.tiled(length) is not None:
-        others.append(_scatter(draft, held, wanted))
+        others.append(by_scatter(draft, held, wanted))
     other = min(others, key=lambda p: p.rows, default=None)
     if other and (found.rounds > MAX_ROUNDS or (other.rows, 1) < (found.rows, found.rounds)):
         return other
     return plan_rounds(m, wanted, block, length, found)
 
 
-def plan_rounds(m: Messages, wanted: Rows, block: int, length: int, found: Colouring) -> Plan:
+def plan_rounds(
+    m: Messages, wanted: Rows, block: int, length: int, found: Colouring | None = None
+) -> Plan:
     """The plan that sends messages as they are; `found` colours those between devices."""
-    shards = wanted.shards
+    shards, found = wanted.shards, found or colour_messages(m.pick(m.src != m.dst))
     make = functools.partial(_steps, shards=shards, block=block, length=length)
     local = m.src == m.dst
     colour = found.colour
@@ -280,7 +282,8 @@ def _leaves_junk(step: Step, later: list[Step], cover: tuple[Ints, Ints]) -> boo
     return False
 
 
-def _gather(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
+def by_gather(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
+    """The same exchange by one all-gather, when blocks held follow each other."""
     first = held.tiled(rounds.block)
     full = held.count > 0
     span = (int(held.lo[full].min()) - first, int(held.hi[full].max()) - first)
@@ -291,7 +294,8 @@ def _gather(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
     )  # fmt: skip
 
 
-def _scatter(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
+def by_scatter(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
+    """The same exchange by one reduce-scatter, when blocks wanted follow each other."""
     first = wanted.tiled(rounds.length)
     start = np.where(held.count > 0, held.at - held.lo + first, rounds.block)
     tiled = held.tiled(rounds.block) is not None

@@ -31,7 +31,7 @@ def size(count: float | None) -> str:
         return "-"
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
-            return f"{count:,.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
 

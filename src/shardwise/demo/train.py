@@ -112,7 +112,13 @@ def train(
         elapsed = time.perf_counter() - started
         rate = number * options.batch * options.seq / elapsed if number else 0.0
         on_step(number + 1, losses[-1], rate)
-    return Training(losses, jax.tree.map(np.asarray, params), time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Training(losses, whole_arrays(params), seconds)
+
+
+def whole_arrays(tree: Any) -> Any:
+    """A tree as numpy arrays at their logical sizes (a `PaddedArray` is one array)."""
+    return jax.tree.map(np.asarray, tree, is_leaf=lambda x: isinstance(x, sw.PaddedArray))
 
 
 def relative_difference(a: Any, b: Any) -> float:

@@ -89,8 +89,8 @@ def _concatenate_local(ctx: LocalContext, eqn: Eqn, *xs: Any) -> Any:
         return cut(lax.concatenate(xs, dim), dim, ctx.block_index(atoms) * n, n, 0, bounds)
     plans = _concatenate_plans(ctx, eqn)
     if len(plans) == 1:
-        return exchange(lax.concatenate(xs, dim), dim, atoms, ctx.mesh, plans[0])
-    parts = [exchange(x, dim, atoms, ctx.mesh, p) for x, p in zip(xs, plans, strict=True)]
+        return exchange(lax.concatenate(xs, dim), dim, atoms, plans[0])
+    parts = [exchange(x, dim, atoms, p) for x, p in zip(xs, plans, strict=True)]
     out, first = parts[0], 0
     row = iota_of(out, dim) + ctx.block_index(atoms) * n
     for part, v in zip(parts[1:], eqn.invars, strict=False):

@@ -161,7 +161,7 @@ def _slice_tied(ctx: LocalContext, x: Any, d: int, at: Any, reach: int, move: Mo
         return sum_scatter(whole, d, atoms)
     if move.method == "shift":
         x = shift(x, d, atoms, ctx.mesh, at, reach)
-    return exchange(x, d, atoms, ctx.mesh, move.plan)
+    return exchange(x, d, atoms, move.plan)
 
 
 @comm(lax.dynamic_slice_p)
@@ -273,7 +273,7 @@ def _own_rows(
 def _align(ctx: LocalContext, update: Any, d: int, at: Any, reach: int, move: Move) -> Any:
     """A split update moved so that each device holds the rows its own block may take."""
     atoms = split(ctx, d)[1]
-    update = exchange(update, d, atoms, ctx.mesh, move.plan)
+    update = exchange(update, d, atoms, move.plan)
     if move.method == "shift":
         update = shift(update, d, atoms, ctx.mesh, at, reach, down=True)
     return update

@@ -104,8 +104,8 @@ def _pad_local(ctx: LocalContext, eqn: Eqn, x: Any, value: Any) -> Any:
         mine, theirs = split(ctx, d)
         if is_tied(ctx, d) and mine:
             offset, _, plan = _pad_plan(ctx, eqn, d)
-            device = Device(mine, ctx.mesh)
-            x = exchange(x, d, mine, ctx.mesh, plan, value)
+            device = Device(mine)
+            x = exchange(x, d, mine, plan, value)
             if interior:
                 bounds = (-int(np.max(offset)), -int(np.min(offset)))
                 x = pad_dim(x, d, 0, 0, value, interior)

@@ -49,7 +49,7 @@ def _rev_local(ctx: LocalContext, eqn: Eqn, x: Any) -> Any:
     x = lax.rev(x, eqn.params["dimensions"])
     if not empty(ctx):
         for d, plan in _rev_plans(ctx, eqn).items():
-            x = exchange(x, d, split(ctx, d)[0], ctx.mesh, plan)
+            x = exchange(x, d, split(ctx, d)[0], plan)
     return x
 
 

@@ -121,12 +121,12 @@ def _slice_local(ctx: LocalContext, eqn: Eqn, x: Any) -> Any:
             x = _slice_apart(ctx, x, d, *changed[d])
     for d in by_growth(ctx, moved):
         first, count, plan = _slice_plan(ctx, eqn, d)
-        device = Device(split(ctx, d)[0], ctx.mesh)
+        device = Device(split(ctx, d)[0])
         if count:
             span, stride = (count - 1) * changed[d][1] + 1, changed[d][1]
             x = cut(x, d, device.at(first), span, 0, (int(np.min(first)), int(np.max(first))))
             x = _strided(x, {d: (0, stride, count)})
-        x = exchange(x, d, device.atoms, ctx.mesh, plan)
+        x = exchange(x, d, device.atoms, plan)
     return x
 
 
