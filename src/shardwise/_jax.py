@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax._src import config, core, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, partial_eval
@@ -37,11 +38,8 @@ def dce(closed: Any) -> Any:
     jaxpr, consts = open_jaxpr(closed)
     if jaxpr.constvars and not consts:
         return closed
-    new, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    del used
-    if hasattr(new, "with_consts"):
-        return new if list(new.consts) == consts else new.with_consts(consts)
-    return core.ClosedJaxpr(new, consts)
+    new, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return new.with_consts(consts) if hasattr(new, "with_consts") else core.ClosedJaxpr(new, consts)
 
 
 def source_of(info: Any) -> str:
@@ -104,8 +102,11 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
 
 def bind_call(primitive: Any, fn: Callable[..., Any], args: Any, **params: Any) -> Any:
     """Bind a call primitive on a function: its transformations apply to the function's body."""
-    fun = wrap_fun(fn, primitive.name, args)
-    return primitive.bind(*args, subfuns=(fun,), **params)
+    if hasattr(jex, "CallPrimitive"):
+        return primitive.bind(*args, subfuns=(wrap_fun(fn, primitive.name, args),), **params)
+    # What the function closes over, tracers perhaps, becomes operands: a parameter must hold none.
+    body = jax.make_jaxpr(fn)(*args)
+    return primitive.bind(*body.consts, *args, call_jaxpr=body.with_consts(()), **params)
 
 
 def closed(jaxpr: Any) -> Any:
@@ -128,9 +129,19 @@ def key_primitives() -> dict[str, Any]:
     return found
 
 
-def call_primitive(name: str) -> Any:
-    """A call primitive that every transformation of JAX can go through."""
-    p = core.CallPrimitive(name)
+def call_primitive(name: str, impl: Callable[..., Any]) -> Any:
+    """A primitive on a function's body (`call_jaxpr`) that every transformation of JAX goes through.
+
+    `impl(fn, *args, **params)` runs it outside jit.  JAX has had two public ways to make one: up to
+    0.11.0 `CallPrimitive`, bound on a function; since then rules for a primitive bound on a jaxpr.
+    """
+    if not hasattr(jex, "CallPrimitive"):
+        p = jex.Primitive(name)
+        jex.register_call_primitive_rules(p)
+        p.def_impl(lambda *args, call_jaxpr, **params: impl(jex.jaxpr_as_fun(call_jaxpr), *args, **params))
+        return p
+    p = jex.CallPrimitive(name)
+    p.def_impl(lambda fun, *args, **params: impl(fun.call_wrapped, *args, **params))
     ad.fancy_transposes[p] = functools.partial(ad.call_transpose_fancy, p)
     partial_eval.dce_rules[p] = partial_eval.dce_jaxpr_call_rule
     partial_eval.partial_eval_jaxpr_custom_rules[p] = (

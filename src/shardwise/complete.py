@@ -247,7 +247,7 @@ def _fitting_prefix(want: Axes, edge: Edge, i: int, d: int, mesh: MeshAxes) -> A
 def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
     """One padded size per class of dims tied by a factor: the least all its splits divide.
 
-    Compound and special factors do not tie: there data is realigned or splits are even.
+    Compound factors do not tie: their splits are even, or data is realigned.
     """
     parent: dict[tuple[Var, int], tuple[Var, int]] = {}
 
@@ -260,14 +260,15 @@ def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
     total = c.mesh.device_count
     values: set[Var] = set()
     for edge in c.edges:
-        first: dict[int, tuple[Var, int]] = {}
+        first: dict[tuple[int, int], tuple[Var, int]] = {}
         for v, dims in zip(edge.values, edge.dims, strict=True):
             values.add(v)
             for d, factors in enumerate(dims):
                 # a size the whole mesh divides never needs padding, so it needs no class
-                if len(factors) != 1 or factors[0] in edge.rule.special or v.shape[d] % total == 0:
+                if len(factors) != 1 or v.shape[d] % total == 0:
                     continue
-                other = first.setdefault(factors[0], (v, d))
+                # a special factor may tie dims of different sizes; equal ones have equal blocks
+                other = first.setdefault((factors[0], v.shape[d]), (v, d))
                 parent[find((v, d))] = find(other)
     counts: dict[tuple[Var, int], set[int]] = defaultdict(set)
     for v, axes in c.axes.items():

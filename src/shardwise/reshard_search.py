@@ -16,7 +16,7 @@ from shardwise.reshard_model import Hop, Problem, State
 from shardwise.reshard_moves import moves
 
 MAX_CHUNKS = 6  # with more, only moves toward the target are tried
-MAX_HOPS = 4000  # hops priced before the search does the same, and turns greedy (some 40 ms)
+MAX_HOPS = 4000  # hops priced before the search does the same and grows greedy (some 40 ms)
 MAX_HOPS_BELOW = 1500  # hops priced before it gives up improving on a plan it was given
 
 

@@ -66,6 +66,14 @@ def _tile(eqn: Any, _: str) -> Callable[..., Any]:
     return tiled if len(reps) == len(eqn.invars[0].aval.shape) else None  # type: ignore[return-value]
 
 
+def _reshape(eqn: Any, _: str) -> Callable[..., Any] | None:
+    """A reshape that reads its operand's dims in another order transposes first."""
+    dimensions = eqn.params.get("dimensions")
+    if dimensions is None:
+        return None
+    return lambda x: lax.reshape(lax.transpose(x, dimensions), eqn.params["new_sizes"])
+
+
 def _random_bits(eqn: Any, _: str) -> Callable[..., Any] | None:
     aval = eqn.invars[0].aval
     impl = _jax.random_bits_impl(aval.dtype)
@@ -102,6 +110,7 @@ def _without_index(branch: Any, eqn: Any) -> Any:
 _SPELLINGS: dict[str, Callable[[Any, str], Any]] = {
     "cond": _cond,
     "random_bits": _random_bits,
+    "reshape": _reshape,
     "split": _split,
     "stack": _stack,
     "tile": _tile,

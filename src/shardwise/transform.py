@@ -26,8 +26,6 @@ from shardwise.mesh import MeshAxes
 from shardwise.plan import border_shape, make_plan
 from shardwise.sharding import Layout
 
-spmd_call_p = _jax.call_primitive("spmd_call")
-
 
 def bind(fn: Callable[..., list[Any]], args: Sequence[Any], mesh: Mesh) -> list[Any]:
     """Call `fn` under the call primitive; its results come out in the shapes `fn` gives them."""
@@ -83,9 +81,9 @@ def _cut(x: Any, layout: Layout) -> Any:
     return jax.lax.slice(x, (0,) * x.ndim, layout.shape) if x.shape != layout.shape else x
 
 
-def _run(fun: Any, *args: Any, mesh: Mesh, **_: Any) -> list[Any]:
+def _run(fn: Callable[..., Any], *args: Any, mesh: Mesh, **_: Any) -> list[Any]:
     """Outside jit (under `jax.disable_jit`): as if it were inside."""
-    return jax.jit(_partitioned(lambda *xs: fun.call_wrapped(*xs), mesh))(*args)
+    return jax.jit(_partitioned(fn, mesh))(*args)
 
 
 def _lower(ctx: Any, *args: Any, call_jaxpr: Any, mesh: Mesh, **_: Any) -> Any:
@@ -93,5 +91,5 @@ def _lower(ctx: Any, *args: Any, call_jaxpr: Any, mesh: Mesh, **_: Any) -> Any:
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 
-spmd_call_p.def_impl(_run)
+spmd_call_p = _jax.call_primitive("spmd_call", _run)
 mlir.register_lowering(spmd_call_p, _lower)

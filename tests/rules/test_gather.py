@@ -109,6 +109,12 @@ def test_windows_between_batch_dims() -> None:
     right(lambda x, i: lax.gather(x, i, dims, (3, 1, 4)), table(7, 5, 4), starts, limit=16)
 
 
+def test_windows_whose_dims_turn_in_a_cycle() -> None:
+    """The dim taken whole comes first, the window that blocks cut last."""
+    dims = lax.GatherDimensionNumbers((0, 2), (), (1,))
+    right(lambda x, i: lax.gather(x, i, dims, (3, 4)), table(3, 7), positions([0], [2], [5], [1]))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_full_windows_that_are_addressed_too(mode: str) -> None:
     """vmap of a dynamic slice: a dim taken whole, with a start that must come out as 0."""

@@ -14,6 +14,7 @@ from jax import lax
 from shardwise.capture import capture
 from shardwise.cost import comm as cost
 from shardwise.mesh import MeshAxes, device_mesh
+from shardwise.ops.dynamic_slice import clamped
 from shardwise.ops.registry import LocalContext, comm_bytes, layouts_for, rules_of, run_local
 from shardwise.program import Eqn
 from shardwise.testing import rules
@@ -104,7 +105,7 @@ CASES: dict[str, tuple[str, Callable[..., Any], list[Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_split(case: str, mesh: dict[str, int]) -> None:
     primitive, f, args = CASES[case]
-    found = check_rule(f, args, mesh, primitive, limit=12 if args[0].ndim < 2 else 8)
+    found = check_rule(f, args, mesh, primitive, limit=9 if args[0].ndim < 2 else 6)
     assert found["wrong"] == []
 
 
@@ -122,12 +123,18 @@ def test_dtypes(case: str, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int32])
 @pytest.mark.parametrize("start", [0, 100, -100])
 def test_starts_of_any_type_are_clamped_against_the_whole_dim(dtype: Any, start: int) -> None:
+    # Not further than the type reaches: there the one-device program writes out of bounds (XLA).
     at = np.asarray(start).astype(dtype)
     for primitive, f, args in (
-        ("dynamic_slice", cut(150), [values(300), at]),
-        ("dynamic_update_slice", updated, [values(300), values(150), at]),
+        ("dynamic_slice", cut(90), [values(200), at]),
+        ("dynamic_update_slice", updated, [values(200), values(90), at]),
     ):
         assert check_rule(f, args, {"x": 3}, primitive)["wrong"] == []
+
+
+def test_a_start_whose_type_does_not_reach_the_end() -> None:
+    assert [int(clamped(np.int8(i), 150)) for i in (-3, 99, 127)] == [0, 99, 127]
+    assert [int(clamped(np.uint8(i), 150)) for i in (0, 99, 255)] == [0, 99, 150]
 
 
 def test_64_bit_starts() -> None:

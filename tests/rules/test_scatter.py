@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emitted import context
 from jax import lax
 
 import shardwise.ops.scatter  # noqa: F401
 from shardwise.capture import capture
-from shardwise.ops.registry import rules_of
+from shardwise.mesh import MeshAxes, device_mesh
+from shardwise.ops.registry import LocalContext, rules_of, run_local
 from shardwise.testing import rules
 from shardwise.testing.rules import check_rule
 
@@ -120,6 +122,14 @@ def test_windows_after_batch_dims_and_between_them() -> None:
     at = positions([0, 2], [4, 4], [3, 9])
     for op in (lax.scatter, lax.scatter_add):
         right(lambda x, i, u, op=op: op(x, i, u, dims), x, at, u, limit=12)
+
+
+def test_windows_whose_dims_turn_in_a_cycle() -> None:
+    """The dim taken whole comes first, the window that blocks cut last."""
+    dims = lax.ScatterDimensionNumbers((0, 2), (), (1,))
+    x, i, u = values(3, 7), positions([0], [2], [5], [1]), values(3, 4, 4, seed=1)
+    for op in (lax.scatter, lax.scatter_add):
+        right(lambda x, i, u, op=op: op(x, i, u, dims), x, i, u, limit=12)
 
 
 def test_a_window_dim_that_no_index_addresses() -> None:
@@ -231,29 +241,33 @@ def test_padding_whose_positions_are_in_range(monkeypatch: pytest.MonkeyPatch) -
         right(rows(op), values(7, 2), at, u, mesh={"x": 3})
 
 
-def test_promises_about_the_indices_are_not_passed_on_where_they_break() -> None:
-    """Masked rows repeat a position: `unique` and `sorted` must not be claimed for them."""
-    from shardwise.mesh import MeshAxes, device_mesh
-    from shardwise.ops.registry import LocalContext, layouts_for, run_local
+def test_updates_of_other_blocks_leave_the_sign_of_zero() -> None:
+    x = np.full((6, 1), -0.0, np.float32)
+    for op in (lax.scatter_add, lax.scatter_sub):
+        eqn, ctx, i, u = _split_rows(rows(op), x, positions([0], [5]), np.ones((2, 1), np.float32))
+        blocks = [[x[2 * d : 2 * d + 2] for d in range(3)], [i] * 3, [u] * 3]
+        (got,) = rules.run_blocks(lambda *xs: run_local(ctx, eqn, xs), blocks, ctx.mesh)
+        assert np.signbit(np.concatenate(got)[1:5]).all()
 
-    def f(x, i, u):
-        return x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
 
-    x, i, u = values(6, 2), positions(0, 4), values(2, 2, seed=1)
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, i, u)]
-    eqn = capture(f, avals)[0].eqns[-1]
+def _split_rows(fn: Callable[..., Any], *args: np.ndarray) -> tuple[Any, LocalContext, Any, Any]:
+    """The scatter of `fn` with its operand's rows over three devices; indices and updates."""
+    eqn = capture(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])[0].eqns[-1]
     (rule,) = rules_of(eqn)
     mesh = MeshAxes.of(device_mesh({"x": 3}))
-    assignment = {rule.operands[0][0][0]: mesh.atoms}
-    shapes = [(v.shape, v.shape) for v in eqn.invars]
-    ins = layouts_for(rule, assignment, shapes, "operands", mesh)
-    outs = layouts_for(rule, assignment, shapes[:1], "results", mesh)
-    ctx = LocalContext(mesh, rule, assignment, ins, outs)
+    return eqn, context(eqn, rule, {rule.operands[0][0][0]: mesh.atoms}, mesh), *args[1:]
 
-    def run(x: Any, i: Any, u: Any) -> Any:
-        return run_local(ctx, eqn, [x, i[:, None], u])[0]
 
-    jaxpr = jax.make_jaxpr(run, axis_env=[("x", 3)])(x[:2], i, u)
+def test_promises_about_the_indices_are_not_passed_on_where_they_break() -> None:
+    """Masked rows repeat a position: `unique` and `sorted` must not be claimed for them."""
+
+    def f(x: Any, i: Any, u: Any) -> Any:
+        return x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
+
+    x, u = values(6, 2), values(2, 2, seed=1)
+    eqn, ctx, i, _ = _split_rows(f, x, positions(0, 4), u)
+    run = lambda *xs: run_local(ctx, eqn, xs)  # noqa: E731
+    jaxpr = jax.make_jaxpr(run, axis_env=[("x", 3)])(x[:2], i[:, None], u)
     (scatter,) = [e for e in jaxpr.eqns if e.primitive.name == "scatter-add"]
     assert not scatter.params["unique_indices"] and not scatter.params["indices_are_sorted"]
 

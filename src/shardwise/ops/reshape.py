@@ -1,0 +1,206 @@
+"""`reshape`: dims split and merged, by common factors where they exist, by realignment where not.
+
+    (6, 8) <-> (48,)        factors 6 and 8: local for every contiguous split of either
+    (6, 4)  -> (24,)        over 8 devices: blocks of one row become blocks of three elements, which
+                            no common factor expresses: rows are realigned (GSPMD 4.3, Figure 5c)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax import lax
+
+from shardwise.factors import FactorRule, RuleBuilder
+from shardwise.halo import window, window_rows
+from shardwise.ops.registry import LocalContext, comm, local, rule
+from shardwise.program import Eqn
+
+FLAT = "flat"
+
+
+def common_factors(
+    src: tuple[int, ...], dst: tuple[int, ...]
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """Split the dims of two shapes of one size into common factors, major first.
+
+    `(6, 8), (48,) -> [[0],[1]], [[0,1]], sizes [6, 8]`.  Where two dims have only a common divisor it
+    is shared as the major part: `(12, 8), (16, 6)` share a factor 4; what is left up to where the
+    shapes meet again is unrelated (such factors appear on one side only).
+    """
+    sizes: list[int] = []
+    ins: list[list[int]] = [[] for _ in src]
+    outs: list[list[int]] = [[] for _ in dst]
+
+    def factor(size: int, *owners: list[int]) -> None:
+        for owner in owners:
+            owner.append(len(sizes))
+        sizes.append(size)
+
+    # What is left of each side, major first: [dim's factor list, size still to be explained].
+    left = [[f, s] for f, s in zip(ins, src, strict=True) if s > 1]
+    right = [[f, s] for f, s in zip(outs, dst, strict=True) if s > 1]
+    while left and right:
+        g = math.gcd(left[0][1], right[0][1])
+        if g > 1:
+            factor(g, left[0][0], right[0][0])
+            for side in (left, right):
+                side[0][1] //= g
+        else:
+            a = b = 1
+            while a != b or a == 1:
+                side = left if a <= b else right
+                owner, size = side.pop(0)
+                factor(size, owner)
+                a, b = (a * size, b) if side is left else (a, b * size)
+        for side in (left, right):
+            if side and side[0][1] == 1:
+                side.pop(0)
+    return ins, outs, sizes
+
+
+Unit = tuple[list[int], list[int]]
+
+
+def units(src: tuple[int, ...], dst: tuple[int, ...]) -> list[Unit]:
+    """The smallest runs of dims of both shapes that hold the same elements, in order.
+
+    `(2, 6, 4), (2, 24) -> ([0], [0]), ([1, 2], [1])`; dims of size 1 go with what comes before.
+    """
+    out: list[Unit] = []
+    i = j = 0
+    while i < len(src) or j < len(dst):
+        left: list[int] = []
+        right: list[int] = []
+        a = b = 1
+        while (a != b or not left or not right or a == 1) and (i < len(src) or j < len(dst)):
+            if i < len(src) and (a <= b or j == len(dst)):
+                left.append(i)
+                a *= src[i]
+                i += 1
+            elif j < len(dst):
+                right.append(j)
+                b *= dst[j]
+                j += 1
+        out.append((left, right))
+    return out
+
+
+def _flat_units(eqn: Eqn) -> list[Unit]:
+    """The units that change, with a major dim on either side that a split can be of."""
+    x, y = eqn.invars[0].shape, eqn.outvars[0].shape
+    return [
+        (a, b) for a, b in units(x, y)
+        if [x[i] for i in a if x[i] > 1] != [y[j] for j in b if y[j] > 1] and a and b
+    ]  # fmt: skip
+
+
+@rule(lax.reshape_p, level="dims")
+def _reshape(eqn: Eqn) -> list[FactorRule]:
+    """`(a b) c -> a b c`: compound dims on either side; factors of one side only stay whole.
+
+    Flat: the major dim of a unit is split on both sides, over the same atoms, and blocks of elements
+    are realigned; whatever the sizes.
+    """
+    x, (y,) = eqn.invars[0], eqn.outvars
+    if 0 in x.shape:
+        b = RuleBuilder()
+        ins, outs = b.factors(x.shape), b.factors(y.shape)
+        return [b.build([ins], [outs], whole=(*ins, *outs))]
+    return [_by_factors(x.shape, y.shape), *_flat(eqn, x.shape, y.shape)]
+
+
+def _by_factors(src: tuple[int, ...], dst: tuple[int, ...]) -> FactorRule:
+    b = RuleBuilder()
+    ins, outs, sizes = common_factors(src, dst)
+    b.sizes.extend(sizes)
+    shared = {f for d in ins for f in d} & {f for d in outs for f in d}
+    whole = [f for f in range(len(sizes)) if f not in shared]
+    return b.build([ins], [outs], whole=whole, linear=((0,),))
+
+
+def _flat(eqn: Eqn, src: tuple[int, ...], dst: tuple[int, ...]) -> list[FactorRule]:
+    flat = _flat_units(eqn)
+    if not flat:
+        return []
+    b = RuleBuilder()
+    ins: list[int | None] = [None] * len(src)
+    outs: list[int | None] = [None] * len(dst)
+    special, whole = [], []
+    for left, right in units(src, dst):
+        if (left, right) not in flat:
+            same = iter([b.factor(src[i]) for i in left if src[i] > 1])
+            for i in left:
+                ins[i] = next(same) if src[i] > 1 else None
+            same = iter([ins[i] for i in left if src[i] > 1])
+            for j in right:
+                outs[j] = next(same) if dst[j] > 1 else None
+            continue
+        major = b.factor(src[_major(left, src)])
+        special.append(major)
+        for side, dims, shape in ((ins, left, src), (outs, right, dst)):
+            for d in dims:
+                if d == _major(dims, shape):
+                    side[d] = major
+                else:
+                    side[d] = b.factor(shape[d])
+                    whole.append(side[d])
+    rule = b.build([ins], [outs], special=special, whole=whole, linear=((0,),), variant=FLAT)
+    return [rule]
+
+
+def _major(dims: list[int], shape: tuple[int, ...]) -> int:
+    return next((d for d in dims if shape[d] > 1), dims[0])
+
+
+@local(lax.reshape_p)
+def _reshape_local(ctx: LocalContext, eqn: Eqn, x: Any, *_: Any) -> Any:
+    if ctx.rule.variant == FLAT:
+        src, dst = eqn.invars[0].shape, eqn.outvars[0].shape
+        both, local_in = units(src, dst), ctx.local_in(0)
+        x = lax.reshape(x, [math.prod(local_in[i] for i in left) for left, _ in both])
+        for at, (left, right) in enumerate(both):
+            if (w := _window(ctx, eqn, left, right)) is not None:
+                atoms, block, size, length = w
+                x = window(
+                    x, at, atoms, ctx.mesh, block=block, size=size, start=(length, 0), length=length
+                )
+    return lax.reshape(x, ctx.local_out())
+
+
+def _window(
+    ctx: LocalContext, eqn: Eqn, left: list[int], right: list[int]
+) -> tuple[tuple[str, ...], int, int, int] | None:
+    """How a unit is realigned: atoms, elements of a block, of the unit, and of a result's block."""
+    if (left, right) not in _flat_units(eqn):
+        return None
+    src = eqn.invars[0].shape
+    atoms = ctx.ins[0].sharding.axes[_major(left, src)]
+    if not atoms:
+        return None
+    block = math.prod(ctx.local_in(0)[i] for i in left)
+    length = math.prod(ctx.local_out()[j] for j in right)
+    return atoms, block, math.prod(src[i] for i in left), length
+
+
+@comm(lax.reshape_p)
+def _reshape_comm(ctx: LocalContext, eqn: Eqn) -> float:
+    """Elements moved in each realigned unit, times what lies beside the unit."""
+    if ctx.rule.variant != FLAT:
+        return 0.0
+    total, itemsize = 0.0, eqn.invars[0].itemsize
+    both = units(eqn.invars[0].shape, eqn.outvars[0].shape)
+    shape = [math.prod(ctx.local_in(0)[i] for i in left) for left, _ in both]
+    for at, (left, right) in enumerate(both):
+        w = _window(ctx, eqn, left, right)
+        if w is None:
+            continue
+        atoms, block, size, length = w
+        rows = window_rows(
+            ctx.mesh.size(atoms), block=block, size=size, start=(length, 0), length=length
+        )
+        beside = math.prod(n for k, n in enumerate(shape) if k != at)
+        total += rows * beside * itemsize
+        shape[at] = length
+    return total
