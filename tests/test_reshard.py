@@ -192,7 +192,7 @@ SHAPES = [
 
 
 def sample(mesh: MeshAxes, shape: Sequence[int], padded: Sequence[int]) -> list[Pair]:
-    """Forty random pairs, as different as can be: each list of kinds once before any is twice."""
+    """Thirty random pairs, as different as can be: each list of kinds once before any is twice."""
     pairs = all_pairs(mesh, shape, padded)
     random.Random(0).shuffle(pairs)
     seen: dict[tuple[str, ...], int] = {}
@@ -202,7 +202,7 @@ def sample(mesh: MeshAxes, shape: Sequence[int], padded: Sequence[int]) -> list[
         seen[kinds] = seen.get(kinds, 0) + 1
         return seen[kinds]
 
-    return sorted(pairs[:400], key=turn)[:40]
+    return sorted(pairs[:400], key=turn)[:30]
 
 
 @pytest.mark.parametrize("axes, shape, padded", SHAPES)

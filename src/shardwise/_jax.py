@@ -138,15 +138,17 @@ def call_primitive(name: str, impl: Callable[..., Any]) -> Any:
     if not hasattr(jex, "CallPrimitive"):
         p = jex.Primitive(name)
         jex.register_call_primitive_rules(p)
-        p.def_impl(lambda *args, call_jaxpr, **params: impl(jex.jaxpr_as_fun(call_jaxpr), *args, **params))
+        p.def_impl(
+            lambda *args, call_jaxpr, **params: impl(jex.jaxpr_as_fun(call_jaxpr), *args, **params)
+        )
         return p
     p = jex.CallPrimitive(name)
     p.def_impl(lambda fun, *args, **params: impl(fun.call_wrapped, *args, **params))
     ad.fancy_transposes[p] = functools.partial(ad.call_transpose_fancy, p)
     partial_eval.dce_rules[p] = partial_eval.dce_jaxpr_call_rule
-    partial_eval.partial_eval_jaxpr_custom_rules[p] = (
-        partial_eval.partial_eval_jaxpr_custom_rules[core.call_p]
-    )
+    partial_eval.partial_eval_jaxpr_custom_rules[p] = partial_eval.partial_eval_jaxpr_custom_rules[
+        core.call_p
+    ]
     return p
 
 
@@ -173,7 +175,9 @@ def no_context_mesh() -> Any:
 def automatic_context_mesh() -> Any:
     """A context in which the axes of the mesh of `jax.set_mesh`, if there is one, have type Auto."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names))
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    )
 
 
 def without_types(x: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
 from shardwise.plan import Plan, border_shape, make_plan
 from shardwise.sharding import Layout
+from shardwise.windows import Limits
 
 
 def spmd(
@@ -50,6 +52,8 @@ def spmd(
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    windowed_einsum: float | None = None,
+    memory_limit: float | None = None,
 ) -> Spmd:
     """Partition a one-device program for a mesh.
 
@@ -63,6 +67,12 @@ def spmd(
         `PaddedArray`.  Without in_shardings, arguments already placed on the mesh's devices stay as
         they lie.
       donate_argnums, static_argnums: as for `jax.jit`.
+      windowed_einsum: bytes of one device.  Where a dot would gather an operand of more, or hold
+        more of its result's terms before they are summed and scattered, it is computed in a loop
+        in which blocks of that value go around instead (GSPMD 4.4): as many bytes are sent, a block
+        at a time, while others are multiplied.  None: only where `memory_limit` asks for it.
+      memory_limit: bytes of memory one device has.  A dot is windowed where such a value would take
+        more than an eighth of it.  None: no limit is known.
 
     Returns:
       A function to call like `fn`, with `.plan` and `.lower`.  It can be called inside jit, grad,
@@ -70,7 +80,8 @@ def spmd(
       `grad(spmd(fn))`.
 
     Raises:
-      ShardingError: not a function, not a mesh, or positions no argument can have.
+      ShardingError: not a function, not a mesh, positions no argument can have, or a limit that is
+        no number of bytes.
     """
     where = _jax.current_source()
     if not callable(fn):
@@ -82,7 +93,20 @@ def spmd(
             hint="jax.make_mesh((2, 4), ('x', 'y')), or sw.abstract_mesh({'x': 2, 'y': 4})",
         )
     parameters = Parameters.of(fn, static_argnums, donate_argnums, where)
-    return Spmd(fn, _automatic(mesh), in_shardings, out_shardings, parameters, where)
+    limits = Limits(
+        _bytes("windowed_einsum", windowed_einsum, where), _bytes("memory_limit", memory_limit, where)
+    )
+    return Spmd(fn, _automatic(mesh), in_shardings, out_shardings, parameters, where, limits)
+
+
+def _bytes(option: str, n: Any, where: str) -> float | None:
+    if n is None or (isinstance(n, numbers.Real) and not isinstance(n, bool) and n >= 0):
+        return n
+    raise ShardingError(
+        f"{option} needs a number of bytes or None, not {n!r:.60}",
+        where=where,
+        hint=f"{option}={256 << 20} for 256 MiB",
+    )
 
 
 def _automatic(mesh: AnyMesh) -> AnyMesh:
@@ -134,13 +158,13 @@ class Spmd:
 
     def __init__(
         self, fn: Callable[..., Any], mesh: AnyMesh, in_shardings: Any, out_shardings: Any,
-        parameters: Parameters, where: str,
+        parameters: Parameters, where: str, limits: Limits,
     ):  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.mesh = fn, mesh
         self._in = Option("in_shardings", in_shardings, mesh, where)
         self._out = Option("out_shardings", out_shardings, mesh, where)
-        self._parameters, self._where = parameters, where
+        self._parameters, self._where, self._limits = parameters, where, limits
         self._plans: dict[Any, Plan] = {}
         self._like: dict[Any, list[tuple[tuple[Any, ...], Plan]]] = {}
         self._programs: dict[Plan, _Program] = {}
@@ -207,7 +231,7 @@ class Spmd:
         results = self._out.flat(out_tree, body.outvars, _result_names(out_tree))
         given = self._given(call, avals, lie)
         plan = make_plan(
-            self.mesh, body, given, results, call.shown_tree, out_tree, call.names
+            self.mesh, body, given, results, call.shown_tree, out_tree, call.names, self._limits
         )
         self._weak[plan] = weak
         return plan
@@ -295,7 +319,7 @@ class Spmd:
             asked = self._out.flat(tree, [abstract(o) for o in out], _result_names(tree))
             return [transform.pin(*x, mesh) for x in zip(out, asked, strict=True)]
 
-        outs = transform.bind(flat, leaves, self.mesh)
+        outs = transform.bind(flat, leaves, self.mesh, self._limits)
         return jax.tree.unflatten(out_tree[0], outs)
 
 

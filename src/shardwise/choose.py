@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shardwise.factors import Assignment, FactorRule, assignment_fits, dim_axes, spread
 from shardwise.mesh import MeshAxes
 from shardwise.ops.registry import LocalContext, layouts_for
+from shardwise.ops.windowed import Window
 from shardwise.reshard import reshard_bytes
 from shardwise.sharding import Axes, Layout, Sharding
 
@@ -67,7 +68,11 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A candidate with its price."""
+    """A candidate with its price.
+
+    A `window` says that a value goes around in blocks (`windows`): `ins` and `outs` are then the layouts
+    before and after its loop.
+    """
 
     rule: FactorRule
     assignment: tuple[tuple[int, Axes], ...]
@@ -75,13 +80,16 @@ class Choice:
     outs: tuple[Layout, ...]
     bytes: float
     work: float
+    window: Window | None = None
 
     @property
     def price(self) -> float:
         return self.bytes + self.work
 
     def context(self, mesh: MeshAxes) -> LocalContext:
-        return LocalContext(mesh, self.rule, dict(self.assignment), self.ins, self.outs)
+        return LocalContext(
+            mesh, self.rule, dict(self.assignment), self.ins, self.outs, self.window
+        )
 
     def text(self, mesh: MeshAxes) -> str:
         ins = " ".join(l.sharding.text(mesh) for l in self.ins)

@@ -50,6 +50,7 @@ class Completion:
       annotated: values whose sharding the user gave, with the dims given.
     """
 
+    body: Body
     mesh: MeshAxes
     axes: dict[Var, list[Axes]]
     fixed: dict[Var, frozenset[int]]
@@ -97,7 +98,7 @@ def complete(
         if not isinstance(v, Lit):
             eqn = Eqn(None, [v], [out], {}, [], None, 1 << 30)
             edges.append(tie(v, out, eqn, "result"))
-    c = Completion(mesh, {}, {}, {}, {}, stand_ins, edges, {})
+    c = Completion(body, mesh, {}, {}, {}, {}, stand_ins, edges, {})
     for v, given in zip(body.invars, arguments, strict=True):
         _fix(c, v, given)
     for eqn, given in annotation_of.items():

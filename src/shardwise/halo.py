@@ -160,8 +160,7 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
     device = Device(atoms)
     if plan.method == "gather":
         whole = lax.all_gather(x, device.atoms, axis=dim, tiled=True)
-        first, last = plan.span
-        data = lax.slice_in_dim(whole, first, last, axis=dim)
+        data = lax.slice_in_dim(whole, *plan.span, axis=dim)
         start, bounds = device.at(plan.start), (int(np.min(plan.start)), int(np.max(plan.start)))
         return cut(data, dim, start, plan.length, 0 if fill is None else fill, bounds)
     out = (_scatter if plan.method == "scatter" else _run_steps)(x, dim, device, plan)
@@ -185,11 +184,11 @@ def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
 
     if not plan.steps:
         return zeros(plan.length)
-    if plan.side_by_side:
+    if (placed := plan.side_by_side) is not None:
         parts, end = [], 0
-        for step in sorted(plan.steps, key=lambda s: s.put):
-            parts += [zeros(step.put - end)] * (step.put > end) + [piece(step)]
-            end = step.put + step.rows
+        for put, step in placed:
+            parts += [zeros(put - end)] * (put > end) + [piece(step)]
+            end = put + step.rows
         parts += [zeros(plan.length - end)] * (plan.length > end)
         return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
     lead = max(0, *(-int(np.min(s.put)) for s in plan.steps))
@@ -219,9 +218,9 @@ def _asked(window: Any, dim: int, device: Device, step: Step) -> Any:
 
 def _scatter(x: Any, dim: int, device: Device, plan: Plan) -> Any:
     """What this device holds, in zeros of the whole result; the sum over devices, cut in blocks."""
-    if plan.span is not None:
+    if plan.clear is not None:
         i = iota_of(x, dim)
-        held = (i >= device.at(plan.span[0])) & (i < device.at(plan.span[1]))
+        held = (i >= device.at(plan.clear[0])) & (i < device.at(plan.clear[1]))
         x = where(held, x, 0)
     bounds = (int(np.min(plan.start)), int(np.max(plan.start)))
     whole = cut(x, dim, device.at(plan.start), plan.shards * plan.length, 0, bounds)

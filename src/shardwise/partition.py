@@ -37,7 +37,11 @@ from shardwise.ops.registry import (
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.reshard import emit_reshard, reshard_bytes
 from shardwise.sharding import Sharding
-from shardwise.value import Value
+from shardwise.value import Value, reachable
+from shardwise.windows import Limits, windowed_choice
+
+
+ANNOTATIONS = ("annotation", "sharding_constraint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +86,16 @@ class Fallback:
 class Partitioner:
     """Runs bodies on local blocks.  One per trace of a plan."""
 
-    def __init__(self, completion: Completion):
+    def __init__(self, completion: Completion, limits: Limits | None = None):
         self.completion = completion
+        self.limits = limits or Limits()
         self.mesh: MeshAxes = completion.mesh
         self.notes: list[Note] = []
         self.fallbacks: list[Fallback] = []
         self._choices: dict[Any, tuple[Choice, Choice | None]] = {}
         self.eqn_choices: dict[Eqn, tuple[Choice, Choice | None]] = {}
         self.uses: dict[Var, Counter[str]] = {}
+        self.sole_reader: dict[Var, Var] = {}
         self._counted: set[Body] = set()
         self.watch: dict[Var, Value | None] = {}  # values a trial run wants to see
 
@@ -105,6 +111,14 @@ class Partitioner:
 
     def wanted(self, v: Var) -> Sharding:
         return self.completion.sharding(v)
+
+    def asked(self, v: Var) -> Sharding:
+        """The sharding a result should be brought to: that of its only reader, where the user fixed it
+        (an annotation, or the program's result), else the completed one."""
+        reader = self.sole_reader.get(v)
+        if reader is None or self.padded(reader) != self.padded(v):
+            return self.wanted(v)
+        return self.wanted(reader)
 
     def value(self, v: Var, x: Any, sharding: Sharding | None = None) -> Value:
         """A value at hand in one sharding (the completed one unless given)."""
@@ -135,11 +149,11 @@ class Partitioner:
             x = value.make(sharding)
         elif sharding.partial and value.zero:
             x = self.get(value, sharding.tiling, note)
-        elif not any(_reachable(s, sharding) for s in value.variants):
+        elif not any(reachable(s, sharding) for s in value.variants):
             x = self.as_term(value, sharding, note)
         else:
             source = min(
-                (s for s in value.variants if _reachable(s, sharding)),
+                (s for s in value.variants if reachable(s, sharding)),
                 key=lambda s: (
                     round(reshard_bytes(value.layout(s), sharding, value.itemsize, self.mesh), 3),
                     len(s.partial),
@@ -185,11 +199,15 @@ class Partitioner:
         if body in self._counted:  # bodies run more than once: trial runs, branches
             return
         self._counted.add(body)
+        results = self.completion.results if body is self.completion.body else []
+        fixed = [(e.invars[0], e.outvars[0]) for e in body.eqns if e.name in ANNOTATIONS]
+        fixed += [(v, r) for v, r in zip(body.outvars, results, strict=False) if r in self.completion.fixed]
         for eqn in body.eqns:
             for v in dict.fromkeys(eqn.invars):
                 self.uses.setdefault(v, Counter())[eqn.name] += 1
         for v in body.outvars:
             self.uses.setdefault(v, Counter())["result"] += 1
+        self.sole_reader.update({v: r for v, r in fixed if sum(self.uses[v].values()) == 1})
 
     def equation(self, eqn: Eqn, ins: list[Value]) -> list[Value]:
         """One equation with a rule; without one, a reported fallback."""
@@ -207,14 +225,16 @@ class Partitioner:
             note = Note(eqn, "bring", var=var, choice=choice, runner_up=second)
             xs.append(self.get(v, layout.sharding, note))
         self.report_gathers(eqn, ins, choice)
-        ys = self.local(eqn, choice.context(self.mesh), xs)
+        ys = self.local(eqn, choice.context(self.mesh), xs, choice)
         return [
             Value(var, self.padded(var), {layout.sharding: y})
             for var, layout, y in zip(eqn.outvars, choice.outs, ys, strict=True)
         ]
 
-    def local(self, eqn: Eqn, ctx: LocalContext, xs: Sequence[Any]) -> list[Any]:
-        with self.noted(Note(eqn, "local")):
+    def local(
+        self, eqn: Eqn, ctx: LocalContext, xs: Sequence[Any], choice: Choice | None = None
+    ) -> list[Any]:
+        with self.noted(Note(eqn, "local", choice=choice)):
             return run_local(ctx, eqn, xs)
 
     def created(self, eqn: Eqn, rule: Any, ins: list[Value], k: int) -> Value:
@@ -250,7 +270,7 @@ class Partitioner:
             for v, var in zip(ins, eqn.invars, strict=True)
         )  # fmt: skip
         results = tuple(
-            Result(v.shape, self.padded(v), v.itemsize, self.wanted(v), v not in self.completion.axes)
+            Result(v.shape, self.padded(v), v.itemsize, self.asked(v), v not in self.completion.axes)
             for v in eqn.outvars
         )
         params: Any = None
@@ -258,9 +278,12 @@ class Partitioner:
             params = id(eqn)
         key = (eqn.primitive, params, tuple(rules), operands, results)
         if key not in self._choices:
-            self._choices[key] = choose(
+            best, second = choose(
                 rules, operands, results, self.mesh, lambda ctx: comm_bytes(ctx, eqn), dot
             )
+            if dot:
+                best = windowed_choice(best, operands, results, self.mesh, self.limits)
+            self._choices[key] = best, second
         return self._choices[key]
 
     # -- fallbacks ---------------------------------------------------------------------------------
@@ -316,11 +339,6 @@ class Partitioner:
             )
             new.variants[Sharding(keep)] = self.get(v, Sharding(keep), Note(None, "result", var=var))
         return new
-
-
-def _reachable(source: Sharding, target: Sharding) -> bool:
-    """A pending sum can be finished; it cannot be made from a finished value, save a free zero."""
-    return not target.partial or set(target.partial) <= set(source.partial) and source.op == target.op
 
 
 def _is_zero(x: Any) -> bool:

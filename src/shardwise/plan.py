@@ -26,6 +26,7 @@ from shardwise.partition import Fallback, Note, Partitioner
 from shardwise.program import Body, Eqn
 from shardwise.resolve import from_constraint_params, resolve
 from shardwise.sharding import Sharding
+from shardwise.windows import Limits
 
 
 class Plan:
@@ -39,12 +40,13 @@ class Plan:
     """
 
     def __init__(
-        self, mesh: Any, body: Body, completion: Completion, in_tree: Any, out_tree: Any, names: Any
-    ):
+        self, mesh: Any, body: Body, completion: Completion, in_tree: Any, out_tree: Any, names: Any,
+        limits: Limits | None = None,
+    ):  # fmt: skip
         self.mesh, self.body, self.completion = mesh, body, completion
         self.axes: MeshAxes = completion.mesh
         self.in_tree, self.out_tree, self.names = in_tree, out_tree, names
-        self.partitioner = Partitioner(completion)
+        self.partitioner = Partitioner(completion, limits)
 
     # -- shardings ---------------------------------------------------------------------------------
 
@@ -264,8 +266,8 @@ def annotations(body: Body, mesh: Any) -> dict[Eqn, Given]:
 
 def make_plan(
     mesh: Any, body: Body, arguments: list[Given | None], results: list[Given | None],
-    in_tree: Any, out_tree: Any, names: list[str],
+    in_tree: Any, out_tree: Any, names: list[str], limits: Limits | None = None,
 ) -> Plan:  # fmt: skip
     """Complete a captured program into a plan."""
     completion = complete(body, MeshAxes.of(mesh), arguments, results, annotations(body, mesh))
-    return Plan(mesh, body, completion, in_tree, out_tree, names)
+    return Plan(mesh, body, completion, in_tree, out_tree, names, limits)

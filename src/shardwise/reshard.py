@@ -33,7 +33,7 @@ from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
 from shardwise.reshard_emit import emit_step
 from shardwise.reshard_model import Hop, Problem, State, Step, emulated
-from shardwise.reshard_search import MAX_CHUNKS, Plan, search
+from shardwise.reshard_search import MAX_CHUNKS, Plan, search, search_below
 from shardwise.sharding import Axes, Layout, Sharding
 
 _WEIGHT_UNIT = 1 << 10  # weights are rounded to this, so that costs compare exactly
@@ -45,6 +45,7 @@ def plan_reshard(
     itemsize: int,
     mesh: MeshAxes,
     weights: Mapping[str, float] | None = None,
+    startup: float = 0.0,
 ) -> tuple[Step, ...]:
     """The cheapest steps from `src` to `dst`.
 
@@ -55,6 +56,8 @@ def plan_reshard(
       mesh: the mesh's axes.
       weights: what a byte over an atom costs (1 where not named): a collective's bytes count with
         the greatest weight among its atoms.
+      startup: how many bytes starting a collective is worth.  At 0 bytes alone count, and three
+        collectives are taken for one where they send a byte less.
 
     Returns:
       The steps, in order; the same tuple for the same question (memoised).
@@ -63,7 +66,8 @@ def plan_reshard(
       ShardingError: when `dst` has another rank, asks for a pending reduction that `src` does not
         have, uses an atom twice, or does not divide the padded sizes.
     """
-    return _plan(src, dst, itemsize, mesh, tuple(sorted(weights.items())) if weights else ())
+    named = tuple(sorted(weights.items())) if weights else ()
+    return _plan(src, dst, itemsize, mesh, named, startup)
 
 
 def reshard_bytes(
@@ -72,9 +76,10 @@ def reshard_bytes(
     itemsize: int,
     mesh: MeshAxes,
     weights: Mapping[str, float] | None = None,
+    startup: float = 0.0,
 ) -> float:
     """Bytes one device sends to bring `src` to `dst` (each step's times its weight)."""
-    steps = plan_reshard(src, dst, itemsize, mesh, weights)
+    steps = plan_reshard(src, dst, itemsize, mesh, weights, startup)
     if not weights:
         return sum(s.bytes for s in steps)
     return sum(s.bytes * max(weights.get(a, 1.0) for a in s.atoms) for s in steps if s.bytes)
@@ -92,7 +97,7 @@ def emit_reshard(
     Args:
       x: this device's block, of shape `src.local_shape(mesh)`.
       src, dst, mesh: as in `plan_reshard`.
-      steps: a plan made with other weights; by default the cheapest in bytes.
+      steps: a plan made with weights or for slow starts; by default the cheapest in bytes.
 
     Returns:
       This device's block in `dst`; where it holds padding, that is garbage.
@@ -128,6 +133,7 @@ def _plan(
     itemsize: int,
     mesh: MeshAxes,
     weights: tuple[tuple[str, float], ...],
+    startup: float,
 ) -> tuple[Step, ...]:
     if src.sharding == dst:
         return ()
@@ -136,12 +142,12 @@ def _plan(
         return (Step("slice", src.sharding, dst, (), 0.0),)
     cost = dict(weights)
     runs = _runs(src.sharding, dst, mesh, cost)
-    problem = _problem(src, dst, itemsize, mesh, cost, runs)
+    problem = _problem(src, dst, itemsize, mesh, cost, runs, startup)
     plan = search(problem)
     if not problem.is_least(plan.price) and not problem.is_roomy():
         finer = _finer(runs, mesh)
-        fine = _problem(src, dst, itemsize, mesh, cost, finer)
-        other = search(fine, below=plan.price) if len(finer) > len(runs) else None
+        fine = _problem(src, dst, itemsize, mesh, cost, finer, startup)
+        other = search_below(fine, plan.price) if len(finer) > len(runs) else None
         if other is not None:
             problem, plan, runs = fine, other, finer
     return _steps(problem, plan, runs, src.sharding.op, mesh)
@@ -228,6 +234,7 @@ def _problem(
     mesh: MeshAxes,
     cost: Mapping[str, float],
     runs: list[Axes],
+    startup: float,
 ) -> Problem:
     a, op = src.sharding, src.sharding.op
     # An all-reduce exists for sum, max and min; for and and or on booleans, which take one byte.
@@ -241,6 +248,7 @@ def _problem(
         source=_state(a, runs),
         target=_state(dst, runs),
         native=native,
+        startup=round(startup * (_WEIGHT_UNIT if cost else 1)),
     )
 
 

@@ -193,6 +193,11 @@ def _reduced(terms: Array, op: str) -> Array:
 
 
 def _all_reduce(x: Array, step: Step, mesh: MeshAxes) -> Array:
+    """A collective of its own where there is one; `emulated` says when to do what instead.
+
+    The planner does not know the dtype: for `and` and `or` it takes one byte for a boolean, and for
+    max and min it takes no element for complex.  Those reduce as the dtype needs.
+    """
     op = step.before.op
     if op == "sum":
         return lax.psum(x, step.atoms)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.mesh import MeshAxes
@@ -100,6 +101,7 @@ class Problem:
       shape, padded: of the value, as in `Layout`.
       itemsize: bytes of an element.
       native: whether the backend has an all-reduce for the pending reduction's operation.
+      startup: what starting a collective is worth, in bytes (an integer, weighted like them).
     """
 
     sizes: tuple[int, ...]
@@ -110,6 +112,7 @@ class Problem:
     source: State
     target: State
     native: bool = True
+    startup: int = 0
 
     # ---- sizes -------------------------------------------------------------------------------
 
@@ -209,7 +212,12 @@ class Problem:
         if hop.kind == "slice":
             return _SLICE
         weight = max(self.weights[c] for c in hop.chunks)
-        return hop.cost * weight * _UNIT + _COLLECTIVE * hop.rounds
+        return hop.cost * weight * _UNIT + self._each * hop.rounds
+
+    @functools.cached_property
+    def _each(self) -> int:
+        """The price of one collective apart from its bytes."""
+        return self.startup * self.scale * _UNIT + _COLLECTIVE
 
     # ---- what no plan can beat ---------------------------------------------------------------
 
@@ -267,8 +275,8 @@ class Problem:
         return all(size % math.prod(self.sizes) == 0 for size in self.padded)
 
     def is_least(self, price: int) -> bool:
-        """Whether a plan of this price sends no more bytes than any plan must."""
-        return price // _UNIT <= self.bound(self.source) * min(self.weights, default=1)
+        """Whether a plan of this price is, but for ties, as good as any can be."""
+        return price // _UNIT <= self.rest(self.source) // _UNIT
 
     def rest(self, state: State) -> int:
         """A lower bound on the price from `state` to the target (consistent: A* is exact)."""
@@ -280,10 +288,10 @@ class Problem:
             collectives += any(
                 common(a, b) < len(a) for a, b in zip(state.dims, self.target.dims, strict=True)
             )
-        return bound * min(self.weights, default=1) * _UNIT + _COLLECTIVE * collectives
+        return bound * min(self.weights, default=1) * _UNIT + self._each * collectives
 
 
-def common(a: Chunks, b: Chunks) -> int:
+def common(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common major part of two splits."""
     n = 0
     for x, y in zip(a, b, strict=False):

@@ -56,7 +56,9 @@ def rounds(source: Positions, target: Positions, sizes: tuple[int, ...]) -> Roun
     wanted, wanter_at = _pieces(target, paste, grid, coordinates, sizes)
     out_slot, in_slot = _matched(held, wanted)
     width = held.shape[1]
-    colour = edge_colouring(out_slot // width, in_slot // width, np.ones_like(out_slot))
+    colour = np.zeros_like(out_slot)
+    if width > 1:
+        colour = edge_colouring(out_slot // width, in_slot // width, np.ones_like(out_slot))
     pairs, sent, placed = [], [], []
     for r in range(width):
         mine = colour == r

@@ -29,18 +29,29 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def search(problem: Problem, below: int | None = None) -> Plan | None:
-    """The cheapest plan, or None where none is found that costs less than `below`.
+def search(problem: Problem) -> Plan:
+    """The cheapest plan.
 
-    The plan is the cheapest of all where there are at most `MAX_CHUNKS` chunks and the search ends
-    within `MAX_HOPS`; beyond, a good one.  Meshes of three axes stay within.
+    It is the cheapest of all where there are at most `MAX_CHUNKS` chunks and the search ends within
+    `MAX_HOPS`, as it does for meshes of three axes; beyond, a good one.
     """
-    run = _Search(problem, below)
+    plan = _planned(_Search(problem, None))
+    assert plan is not None, "gathering, reducing and slicing reach any target"
+    return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def search_below(problem: Problem, price: int) -> Plan | None:
+    """A plan that costs less than `price`, or None where none is found soon."""
+    return _planned(_Search(problem, price))
+
+
+def _planned(run: _Search) -> Plan | None:
     hops = run.hops()
     if hops is None:
         return None
-    hops = _merged(problem, hops)
-    return Plan(tuple(hops), sum(map(problem.price, hops)), len(run.done))
+    hops = _merged(run.problem, hops)
+    return Plan(tuple(hops), sum(map(run.problem.price, hops)), len(run.done))
 
 
 class _Search:
@@ -73,7 +84,6 @@ class _Search:
                 heapq.heappush(heap, (price + greed * rest, rest, ticket, after))
             if self.below is not None and self.priced > self.limit:
                 return None
-        assert self.below is not None, "gathering, reducing and slicing reach any target"
         return None
 
     def steps(self, state: State) -> Iterator[tuple[State, int, int]]:

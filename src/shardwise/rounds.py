@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import numpy as np
 
@@ -75,8 +74,9 @@ class Plan:
       fills: whether rows before, and rows after, the covered ones must be filled.
       start: "gather": the gathered row at which device p's result begins; "scatter": the local row
         that is row 0 of the whole result.
-      span: "gather": first and last + 1 of the gathered rows that hold data; "scatter": None, or
-        per device the interval of its rows that hold data, when the rest must be cleared.
+      span: "gather": first and last + 1 of the gathered rows that hold data.
+      clear: "scatter": per device the interval of its rows that hold data, when the rest of its
+        block must be cleared.
     """
 
     method: str
@@ -88,16 +88,17 @@ class Plan:
     cover: tuple[Ints, Ints] = (np.zeros(0), np.zeros(0))
     fills: tuple[bool, bool] = (False, False)
     start: Start = 0
-    span: tuple[Start, Start] | None = None
+    span: tuple[int, int] = (0, 0)
+    clear: tuple[Ints, Ints] | None = None
 
     @property
-    def side_by_side(self) -> bool:
-        """Whether windows have one place for all devices, inside the result and disjoint."""
-        if not self.steps or not all(isinstance(s.put, int) for s in self.steps):
-            return False
-        ends = sorted((s.put, s.put + s.rows) for s in self.steps)
-        inside = ends[0][0] >= 0 and ends[-1][1] <= self.length
-        return inside and all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    def side_by_side(self) -> list[tuple[int, Step]] | None:
+        """Steps in order of place, if each has one place for all devices and they do not touch."""
+        placed = [(s.put, s) for s in self.steps if isinstance(s.put, int)]
+        placed.sort(key=lambda p: p[0])
+        ends = [0, *(n for put, s in placed for n in (put, put + s.rows)), self.length]
+        apart = len(placed) == len(self.steps) > 0 and ends == sorted(ends)
+        return placed if apart else None
 
 
 def plan_exchange(held: Rows, wanted: Rows, block: int, length: int, m: Messages) -> Plan:
@@ -284,7 +285,7 @@ def _leaves_junk(step: Step, later: list[Step], cover: tuple[Ints, Ints]) -> boo
 
 def by_gather(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
     """The same exchange by one all-gather, when blocks held follow each other."""
-    first = held.tiled(rounds.block)
+    first = held.tiled(rounds.block) or 0
     full = held.count > 0
     span = (int(held.lo[full].min()) - first, int(held.hi[full].max()) - first)
     start = wanted.lo - wanted.at - first - span[0]
@@ -296,10 +297,10 @@ def by_gather(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
 
 def by_scatter(rounds: Plan, held: Rows, wanted: Rows) -> Plan:
     """The same exchange by one reduce-scatter, when blocks wanted follow each other."""
-    first = wanted.tiled(rounds.length)
+    first = wanted.tiled(rounds.length) or 0
     start = np.where(held.count > 0, held.at - held.lo + first, rounds.block)
     tiled = held.tiled(rounds.block) is not None
     return dataclasses.replace(
         rounds, method="scatter", rows=(rounds.shards - 1) * rounds.length, steps=(),
-        start=start, span=None if tiled else (held.at, held.at + held.count),
+        start=start, clear=None if tiled else (held.at, held.at + held.count),
     )  # fmt: skip

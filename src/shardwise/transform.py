@@ -25,11 +25,14 @@ from shardwise.complete import Given
 from shardwise.mesh import MeshAxes
 from shardwise.plan import border_shape, make_plan
 from shardwise.sharding import Layout
+from shardwise.windows import Limits
 
 
-def bind(fn: Callable[..., list[Any]], args: Sequence[Any], mesh: Mesh) -> list[Any]:
+def bind(
+    fn: Callable[..., list[Any]], args: Sequence[Any], mesh: Mesh, limits: Limits
+) -> list[Any]:
     """Call `fn` under the call primitive; its results come out in the shapes `fn` gives them."""
-    return _jax.bind_call(spmd_call_p, fn, args, mesh=mesh, anchor=_anchor(mesh))
+    return _jax.bind_call(spmd_call_p, fn, args, mesh=mesh, limits=limits, anchor=_anchor(mesh))
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,7 +57,7 @@ def pin(x: Any, given: Given | None, mesh: MeshAxes) -> Any:
     return annotate(x, P(*entries))
 
 
-def _partitioned(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., list[Any]]:
+def _partitioned(fn: Callable[..., Any], mesh: Mesh, limits: Limits) -> Callable[..., list[Any]]:
     """`fn` partitioned, as a function of global arrays to be traced under jit."""
 
     def run(*args: Any) -> list[Any]:
@@ -62,7 +65,7 @@ def _partitioned(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., list[Any]]
         names = [f"arg{i}" for i in range(len(args))]
         body, out_tree = capture(fn, avals, names)
         free = [None] * len(args), [None] * len(body.outvars)
-        plan = make_plan(mesh, body, *free, None, out_tree, names)
+        plan = make_plan(mesh, body, *free, None, out_tree, names, limits)
         ins = [_pad(x, l) for x, l in zip(args, plan.in_layouts, strict=True)]
         outs = plan.mapped()(*ins)
         return [_cut(o, l) for o, l in zip(outs, plan.out_layouts, strict=True)]
@@ -81,13 +84,13 @@ def _cut(x: Any, layout: Layout) -> Any:
     return jax.lax.slice(x, (0,) * x.ndim, layout.shape) if x.shape != layout.shape else x
 
 
-def _run(fn: Callable[..., Any], *args: Any, mesh: Mesh, **_: Any) -> list[Any]:
+def _run(fn: Callable[..., Any], *args: Any, mesh: Mesh, limits: Limits, **_: Any) -> list[Any]:
     """Outside jit (under `jax.disable_jit`): as if it were inside."""
-    return jax.jit(_partitioned(fn, mesh))(*args)
+    return jax.jit(_partitioned(fn, mesh, limits))(*args)
 
 
-def _lower(ctx: Any, *args: Any, call_jaxpr: Any, mesh: Mesh, **_: Any) -> Any:
-    run = _partitioned(jax.extend.core.jaxpr_as_fun(_jax.closed(call_jaxpr)), mesh)
+def _lower(ctx: Any, *args: Any, call_jaxpr: Any, mesh: Mesh, limits: Limits, **_: Any) -> Any:
+    run = _partitioned(jax.extend.core.jaxpr_as_fun(_jax.closed(call_jaxpr)), mesh, limits)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 

@@ -48,3 +48,8 @@ class Value:
 
     def layout(self, sharding: Sharding) -> Layout:
         return Layout(self.shape, self.padded, sharding)
+
+
+def reachable(source: Sharding, target: Sharding) -> bool:
+    """A pending sum can be finished; it cannot be made from a finished value, save a free zero."""
+    return not target.partial or set(target.partial) <= set(source.partial) and source.op == target.op

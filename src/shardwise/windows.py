@@ -5,8 +5,8 @@ operand of more bytes than allowed, or leaves more of pending terms than allowed
 scattered, the largest of these goes around instead (`ops.windowed`): the operand is brought only
 to where the all-gather would start, or the result comes out where the reduce-scatter would end.
 
-One value of a dot goes around, not two: with both, every block of one would have to meet every block of
-the other, and one of them would be sent as often as the other has blocks.
+One value of a dot goes around, not two: every block of one would have to meet every block of the
+other, and one of the two would be sent as often as the other has blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from shardwise.choose import Choice, Operand, Result, reachable
+from shardwise.choose import Choice, Operand, Result
 from shardwise.mesh import MeshAxes
 from shardwise.ops.windowed import Window
 from shardwise.reshard import plan_reshard
-from shardwise.sharding import Layout
+from shardwise.sharding import Axes, Layout
+from shardwise.value import reachable
 
 # Of a device's memory, what one value that need not exist may take.
 FRACTION = 1 / 8
@@ -40,55 +41,96 @@ class Limits:
 
     @property
     def least(self) -> tuple[float, str]:
-        """The limit and the option it comes from."""
+        """The limit, and the option it comes from."""
         asked = math.inf if self.asked is None else self.asked
         room = math.inf if self.memory is None else self.memory * FRACTION
         return (asked, "windowed_einsum") if asked <= room else (room, "memory_limit")
 
 
 def windowed_choice(
-    choice: Choice, operands: Sequence[Operand], results: Sequence[Result], mesh: MeshAxes, limits: Limits
-) -> Choice:  # fmt: skip
+    choice: Choice,
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    mesh: MeshAxes,
+    limits: Limits,
+) -> Choice:
     """The choice for a dot with the largest value beyond the limits going around, if there is one."""
     limit, option = limits.least
     if limit == math.inf:
         return choice
     moves = [*_gathers(choice, operands, mesh), *_scatters(choice, results, mesh)]
-    windows = [Window(i, w, b, n, limit, option) for i, w, b, n in moves if n > limit]
-    if not windows:
+    move = max(moves, key=lambda m: m.bytes, default=None)
+    if move is None or move.bytes <= limit:
         return choice
-    window = max(windows, key=lambda w: w.bytes)
-    if window.operand is None:
-        return dataclasses.replace(choice, outs=(window.block,), window=window)
-    ins = list(choice.ins)
-    ins[window.operand] = window.block
-    return dataclasses.replace(choice, ins=tuple(ins), window=window)
+    window = Window(move.operand, move.whole, move.block, move.bytes, limit, option)
+    return dataclasses.replace(choice, ins=move.ins, outs=move.outs, window=window)
 
 
-Move = tuple[int | None, Layout, Layout, int]  # operand, whole, block, bytes of whole
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """A value that can go around: see `Window`; `ins` and `outs` are the layouts around the loop."""
+
+    operand: int | None
+    whole: Layout
+    block: Layout
+    bytes: int
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
 
 
-def _gathers(choice: Choice, operands: Sequence[Operand], mesh: MeshAxes) -> Iterator[Move]:
+def _gathers(choice: Choice, operands: Sequence[Operand], mesh: MeshAxes) -> Iterator[_Move]:
     """Operands whose way to the layout chosen ends in an all-gather."""
     for i, (o, whole) in enumerate(zip(operands, choice.ins, strict=True)):
         sources = [v for v in o.variants if reachable(v, whole.sharding)]
         if o.free or not sources or whole.sharding in sources:
             continue
-        ways = [plan_reshard(whole.with_sharding(v), whole.sharding, o.itemsize, mesh) for v in sources]
+        ways = [
+            plan_reshard(whole.with_sharding(v), whole.sharding, o.itemsize, mesh) for v in sources
+        ]
         way = min(ways, key=lambda steps: round(sum(s.bytes for s in steps), 3))
-        last = list(itertools.takewhile(lambda s: s.kind == "all-gather", reversed(way)))
-        if last:
-            yield i, whole, whole.with_sharding(last[-1].before), _bytes(whole, o.itemsize, mesh)
+        gathers = list(itertools.takewhile(lambda s: s.kind == "all-gather", reversed(way)))
+        if gathers:
+            block = whole.with_sharding(gathers[-1].before)
+            ins = (*choice.ins[:i], block, *choice.ins[i + 1 :])
+            yield _Move(i, whole, block, _bytes(whole, o.itemsize, mesh), ins, choice.outs)
 
 
-def _scatters(choice: Choice, results: Sequence[Result], mesh: MeshAxes) -> Iterator[Move]:
-    """The result, where its way to the layout wanted starts with a reduce-scatter."""
+def _scatters(choice: Choice, results: Sequence[Result], mesh: MeshAxes) -> Iterator[_Move]:
+    """The result, where its way to the layout wanted starts with a reduce-scatter.
+
+    Slices that come before it, by which devices that hold the same terms share the sum, are taken
+    from the operands: so they share the dot as well.
+    """
     (r,), (whole,) = results, choice.outs
-    if r.open or not whole.sharding.partial:  # open: nobody said where the sum should go
+    if r.open or not whole.sharding.partial or whole.sharding.op != "sum":
+        return  # open: nobody said where the sum should go
+    way = plan_reshard(whole, r.wanted, r.itemsize, mesh)
+    step = next((s for s in way if s.kind != "slice"), None)
+    if step is None or step.kind != "reduce-scatter":
         return
-    first, *_ = plan_reshard(whole, r.wanted, r.itemsize, mesh)
-    if first.kind == "reduce-scatter" and whole.sharding.op == "sum":
-        yield None, whole, whole.with_sharding(first.after), _bytes(whole, r.itemsize, mesh)
+    ins = _cut(choice, whole.sharding.axes, step.before.axes, mesh)
+    if ins is None:
+        return
+    whole, block = whole.with_sharding(step.before), whole.with_sharding(step.after)
+    yield _Move(None, whole, block, _bytes(whole, r.itemsize, mesh), ins, (block,))
+
+
+def _cut(
+    choice: Choice, before: Sequence[Axes], after: Sequence[Axes], mesh: MeshAxes
+) -> tuple[Layout, ...] | None:
+    """The operands' layouts with what the result is sliced by, from `before` to `after`."""
+    more = {
+        f: a[len(b) :]
+        for (f,), b, a in zip(choice.rule.results[0], before, after, strict=True)
+    }
+    out = []
+    for dims, l in zip(choice.rule.operands, choice.ins, strict=True):
+        axes = tuple((*a, *more.get(f, ())) for (f,), a in zip(dims, l.sharding.axes, strict=True))
+        s = dataclasses.replace(l.sharding, axes=axes)
+        if not l.fits(s, mesh):
+            return None
+        out.append(l.with_sharding(s))
+    return tuple(out)
 
 
 def _bytes(layout: Layout, itemsize: int, mesh: MeshAxes) -> int:

@@ -79,30 +79,35 @@ class Found:
 
 def find(jaxpr: Any, mesh: MeshAxes) -> list[Found]:
     """All collectives of a jaxpr, bodies included, in program order."""
-    return list(_walk(_jax.open_jaxpr(jaxpr)[0], mesh, 1, False))
+    return list(_walk(_jax.open_jaxpr(jaxpr)[0], mesh, 1, False, None))
 
 
-def _walk(jaxpr: Any, mesh: MeshAxes, times: int, unknown: bool) -> Iterator[Found]:
+def _walk(
+    jaxpr: Any, mesh: MeshAxes, times: int, unknown: bool, outer: int | None
+) -> Iterator[Found]:
+    """`outer`: the note of the equation this jaxpr is a body of; a body's name stacks start anew."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        note = note_of(eqn.source_info)
+        note = outer if note is None else note
         if name in KINDS:
-            yield from _found(eqn, name, mesh, times, unknown)
+            yield from _found(eqn, name, mesh, times, unknown, note)
         elif name == "scan":
             inner = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
-            yield from _walk(inner, mesh, times * eqn.params["length"], unknown)
+            yield from _walk(inner, mesh, times * eqn.params["length"], unknown, note)
         elif name == "while":
             for key in ("cond_jaxpr", "body_jaxpr"):
-                yield from _walk(_jax.open_jaxpr(eqn.params[key])[0], mesh, times, True)
+                yield from _walk(_jax.open_jaxpr(eqn.params[key])[0], mesh, times, True, note)
         elif name == "cond":
             # one branch runs: count the one that sends most
             branches = [
-                list(_walk(_jax.open_jaxpr(b)[0], mesh, times, unknown))
+                list(_walk(_jax.open_jaxpr(b)[0], mesh, times, unknown, note))
                 for b in eqn.params["branches"]
             ]
             yield from max(branches, key=lambda cs: sum(c.bytes * c.count for c in cs))
         else:
             for sub in _subjaxprs(eqn.params):
-                yield from _walk(sub, mesh, times, unknown)
+                yield from _walk(sub, mesh, times, unknown, note)
 
 
 def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
@@ -112,7 +117,9 @@ def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield _jax.open_jaxpr(v)[0]
 
 
-def _found(eqn: Any, name: str, mesh: MeshAxes, times: int, unknown: bool) -> Iterator[Found]:
+def _found(
+    eqn: Any, name: str, mesh: MeshAxes, times: int, unknown: bool, note: int | None
+) -> Iterator[Found]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     atoms = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     atoms = tuple(a for a in atoms if isinstance(a, str))
@@ -130,7 +137,7 @@ def _found(eqn: Any, name: str, mesh: MeshAxes, times: int, unknown: bool) -> It
         if g == 1 or not n_in:
             continue
         yield Found(
-            kind, atoms, sent, times, note_of(eqn.source_info), eqn.source_info,
+            kind, atoms, sent, times, note, eqn.source_info,
             tuple(x.aval.shape), str(x.aval.dtype), unknown,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from shardwise.errors import ShardingError
 from shardwise.program import Body, Eqn, Lit, Var
 
 if TYPE_CHECKING:
+    from shardwise.ops.windowed import Window
     from shardwise.partition import Note
     from shardwise.plan import Plan
 
@@ -48,6 +49,8 @@ def reason(plan: Plan, note: Note) -> str:
     """Why a collective is there: what moved, between which layouts, on whose behalf."""
     mesh = plan.axes
     eqn = note.eqn
+    if note.what == "local" and note.choice is not None and note.choice.window is not None:
+        return around(plan, note.choice.window, eqn)
     if note.what == "local":
         return f"{eqn.name} exchanges data along a dim that is split" if eqn else ""
     if note.before is None or note.after is None:
@@ -66,6 +69,19 @@ def reason(plan: Plan, note: Note) -> str:
     elif note.what == "result":
         text += ", the sharding of the result"
     return text
+
+
+def around(plan: Plan, w: Window, eqn: Eqn | None) -> str:
+    """What goes around in a windowed dot, and why it is neither gathered nor scattered at once."""
+    mesh = plan.axes
+    v = None if eqn is None else eqn.outvars[0] if w.operand is None else eqn.invars[w.operand]
+    what = "sums of blocks" if w.operand is None else "blocks"
+    never = "whole before its sum" if w.operand is None else "gathered"
+    return (
+        f"windowed: {what} of {name(v) if v else '?'}, {w.block.sharding.text(mesh)}, go around "
+        f"{mesh.text(w.atoms)}; {never} it would take {size(w.bytes)} "
+        f"({w.option} allows {size(w.limit)})"
+    )
 
 
 def cause(plan: Plan, v: Var, dim: int) -> str:
@@ -180,6 +196,8 @@ def _chosen(plan: Plan, eqn: Eqn, indent: str) -> list[str]:
     if as_completed and choice.bytes == 0:
         return []
     lines = [f"{indent}    computed as {choice.text(plan.axes)}"]
+    if choice.window is not None:
+        lines.append(f"{indent}    {around(plan, choice.window, eqn)}")
     if second is not None:
         lines.append(f"{indent}    next best   {second.text(plan.axes)}")
     return lines

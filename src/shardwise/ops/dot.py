@@ -12,6 +12,7 @@ from jax import lax
 
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.registry import LocalContext, local, rule
+from shardwise.ops.windowed import windowed
 from shardwise.program import Eqn
 
 
@@ -45,4 +46,10 @@ def _dot_general_local(ctx: LocalContext, eqn: Eqn, lhs: Any, rhs: Any) -> Any:
     for i, j in zip(lhs_k, rhs_k, strict=True):
         lhs = ctx.mask(lhs, ctx.ins[0], i, 0)
         rhs = ctx.mask(rhs, ctx.ins[1], j, 0)
-    return lax.dot_general_p.bind(lhs, rhs, **{**eqn.params, "out_sharding": None})
+
+    def dot(lhs: Any, rhs: Any) -> Any:
+        return lax.dot_general_p.bind(lhs, rhs, **{**eqn.params, "out_sharding": None})
+
+    if ctx.window is not None:
+        return windowed(ctx, dot, lhs, rhs, eqn.outvars[0].dtype)
+    return dot(lhs, rhs)

@@ -79,13 +79,13 @@ class Move:
 
     Attributes:
       method: "static" (the plan alone), "shift" (and the plan, to blocks of another size; before
-        the shift for an update, after it for a slice), "scatter" or "gather".
+        the shift for an update, after it for a slice), "scatter" or "gather" (no plan needed).
       rows: what one device sends.
     """
 
     method: str
     rows: int
-    plan: Plan | None = None
+    plan: Plan
 
 
 # ---- dynamic_slice ---------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def slice_move(
     plan = window_plan(shards, block, length, (out, 0), out, length)
     moves = [Move("shift", shift_rows(block, size - length) + plan.rows, plan)]
     if shards * out <= MAX_GROWTH * max(block, out):
-        moves.append(Move("scatter", (shards - 1) * out))
+        moves.append(Move("scatter", (shards - 1) * out, plan))
     return min(reversed(moves), key=lambda m: m.rows)
 
 
@@ -208,7 +208,7 @@ def update_move(
     plan = window_plan(shards, part, length, (block, 0), block, length)
     moves = [Move("shift", shift_rows(block, size - length) + plan.rows, plan)]
     if shards * part <= MAX_GROWTH * max(block, part):
-        moves.append(Move("gather", (shards - 1) * part))
+        moves.append(Move("gather", (shards - 1) * part, plan))
     return min(reversed(moves), key=lambda m: m.rows)
 
 

@@ -30,7 +30,7 @@ from shardwise.rounds import Plan, Start, plan_exchange
 
 def padded_dims(eqn: Eqn) -> dict[int, tuple[int, int, int]]:
     """dim -> (low, high, interior) of the dims a pad changes."""
-    config = [tuple(int(n) for n in c) for c in eqn.params["padding_config"]]
+    config = [(int(lo), int(hi), int(k)) for lo, hi, k in eqn.params["padding_config"]]
     sizes = eqn.invars[0].shape
     return {d: c for d, c in enumerate(config) if any(c[:2]) or (c[2] and sizes[d] > 1)}
 

@@ -21,6 +21,7 @@ from jax import lax
 
 from shardwise.factors import Assignment, FactorRule, dim_axes
 from shardwise.mesh import MeshAxes
+from shardwise.ops.windowed import Window
 from shardwise.program import Eqn
 from shardwise.sharding import Layout, Sharding
 
@@ -91,6 +92,7 @@ class LocalContext:
     Attributes:
       ins, outs: layouts of operands and results (global shape, padded sizes, sharding).
       rule: the factor rule chosen; `assignment` its factor -> atoms.
+      window: for a dot: what goes around in blocks instead of being gathered or scattered at once.
     """
 
     mesh: MeshAxes
@@ -98,6 +100,7 @@ class LocalContext:
     assignment: Assignment
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
+    window: Window | None = None
 
     def axes(self, factor: int) -> tuple[str, ...]:
         return self.assignment.get(factor, ())

@@ -4,12 +4,12 @@
     x.at[100:132].set(u) v m, 1, w m -> v m         whole=w
 
 A split addressed dim costs nothing: each device applies the updates that land in its block.  A dim
-of the indices is split by having each device apply its own updates to a neutral operand (one of
-them to the real one): the result is a pending sum, product, max or min.
+of the indices is split by having each device apply its own updates to an operand of identities (one
+of them to the real one): the result is a pending sum, product, max or min.
 
 No update is aimed out of range to be dropped: XLA merges a slice of an update into the update's own
-clamping and loses the difference.  What another block holds becomes a neutral update, or, where
-there is none (set, apply), goes to one more row that is then cut off.
+clamping and loses the difference.  What another block holds becomes an update that changes nothing;
+where there is none (set, apply) it goes to one more row, which is then cut off.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _scatter_local(ctx: LocalContext, eqn: Eqn, operand: Any, indices: Any, upda
     ix, kind = Indexing.of(eqn), _kind(eqn)
     if kind.op:
         operand = _own_term(ctx, kind.op, operand)
-        updates = _mask_padding(ctx, ix, _idle(eqn), updates)
+        updates = _mask_padding(ctx, ix, kind.op, updates)
     cut = ix.split(ctx.ins[0]) or ix.opened(ctx.ins[0], ctx.ins[2])
     if not cut:
         padded = any(ctx.ins[2].uneven(d) for d in ix.batch)
@@ -112,19 +112,11 @@ def _own_term(ctx: LocalContext, op: str, operand: Any) -> Any:
     return jnp.where(is_first(ctx, atoms), operand, identity(op, operand.dtype))
 
 
-def _idle(eqn: Eqn) -> Any:
-    """The update that changes nothing: -0.0 where it is added (0.0 would turn -0.0 to 0.0)."""
-    kind, dtype = _kind(eqn), eqn.outvars[0].dtype
-    assert kind.op is not None
-    value = identity(kind.op, dtype)
-    return -value if kind.combine is lax.add and jnp.issubdtype(dtype, jnp.inexact) else value
-
-
-def _mask_padding(ctx: LocalContext, ix: Indexing, idle: Any, updates: Any) -> Any:
-    """Idle updates where an uneven dim of the indices has no index."""
+def _mask_padding(ctx: LocalContext, ix: Indexing, op: str, updates: Any) -> Any:
+    """Updates that change nothing where an uneven dim of the indices has no index."""
     for k, dim in enumerate(ix.batch):
         if k not in ix.shared.values():
-            updates = ctx.mask(updates, ctx.ins[2], dim, idle)
+            updates = ctx.mask(updates, ctx.ins[2], dim, identity(op, updates.dtype))
     return updates
 
 
@@ -181,7 +173,7 @@ def _shift_rows(
 def _write_rows(
     ctx: LocalContext, eqn: Eqn, ix: Indexing, kind: _Kind, operand: Any, indices: Any, updates: Any
 ) -> Any:
-    """Many windows: those that blocks cut as rows, other blocks' rows neutral or to a spare row."""
+    """Many windows: those that blocks cut as rows, other blocks' rows idle or to a spare row."""
     layouts = ctx.ins[0], ctx.ins[2]
     opened = ix.opened(*layouts)
     rows = block_rows(ctx, ix, indices, *layouts, drops=_drops(eqn))
@@ -195,7 +187,7 @@ def _write_rows(
     spare = None
     if kind.op:
         mask = lax.expand_dims(held, range(held.ndim, updates.ndim))
-        updates = jnp.where(mask, updates, _idle(eqn))
+        updates = jnp.where(mask, updates, identity(kind.op, updates.dtype))
     else:
         spare = _split_column(ix, rows, ctx)
         n = operand.shape[rows.dims[spare]]

@@ -44,6 +44,7 @@ def check(
     wire: bool = False,
     tol: float | None = None,
     seed: int = 0,
+    **options: Any,
 ) -> Plan:
     """Run a program on one device and partitioned, and compare.
 
@@ -59,6 +60,7 @@ def check(
       wire: the compiled program must send what the plan says, within 2%.
       tol: allowed difference, relative to the largest entry of a result (default: by its dtype).
       seed: of the cotangents.
+      options: of `spmd`, for the program and its gradient.
 
     Returns:
       The plan of the forward program.
@@ -68,7 +70,7 @@ def check(
     """
     if not isinstance(mesh, Mesh):
         mesh = device_mesh(dict(mesh))
-    f = spmd(fn, mesh=mesh, in_shardings=in_shardings, out_shardings=out_shardings)
+    f = spmd(fn, mesh=mesh, in_shardings=in_shardings, out_shardings=out_shardings, **options)
     want = jax.jit(fn)(*args)
     _compare("result", f(*args), want, f.plan(*args), tol)
     plan = f.plan(*args)
@@ -76,7 +78,7 @@ def check(
     if wire:
         _check_wire(plan, f.lower(*args).compile().as_text())
     if grad is not False:
-        _check_gradients(fn, args, mesh, in_shardings, want, grad, tol, seed)
+        _check_gradients(fn, args, mesh, in_shardings, want, grad, tol, seed, options)
     return plan
 
 
@@ -86,6 +88,7 @@ def check(
 def _check_gradients(
     fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh, in_shardings: Any, results: Any,
     grad: bool | Sequence[int], tol: float | None, seed: int,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     positions = range(len(args)) if grad is True else grad or ()
     leaves, tree = jax.tree.flatten(tuple(args))
@@ -108,7 +111,7 @@ def _check_gradients(
         _, pull = jax.vjp(outputs, *(flat[i] for i in chosen))
         return list(pull([c for c in cotangents if c is not None]))
 
-    f = spmd(backward, mesh=mesh, in_shardings=(in_shardings, None))
+    f = spmd(backward, mesh=mesh, in_shardings=(in_shardings, None), **options)
     inputs = (jax.tree.unflatten(tree, leaves), cotangents)
     _compare("gradient", f(*inputs), jax.jit(backward)(*inputs), f.plan(*inputs), tol)
 
