@@ -8,6 +8,7 @@ them from the start: split rows then cost nothing.  The same holds for scatter, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +33,39 @@ def pair_rows(body: Body, fresh: Callable[[tuple[int, ...], Any], Var]) -> None:
             found = _pair(eqn, counters)
             if found is None:
                 break
-            eqn = _drop_column(eqn, *found, counters, fresh, out)
+            column, at, dim = found
+            indices = _without(column, eqn, counters, fresh, out)
+            numbers = _paired(eqn.params["dimension_numbers"], at, dim, eqn.name == "gather")
+            # Sorted by row number first, the rest need not be sorted on its own.
+            params = {**eqn.params, "dimension_numbers": numbers, "indices_are_sorted": False}
+            invars = [eqn.invars[0], indices, *eqn.invars[2:]]
+            eqn = dataclasses.replace(eqn, invars=invars, params=params)
         out.append(eqn)
     body.eqns = out
 
 
+def _without(
+    column: int,
+    eqn: Eqn,
+    counters: _Counters,
+    fresh: Callable[[tuple[int, ...], Any], Var],
+    out: list[Eqn],
+) -> Var:
+    """The index vector of an equation without one of its columns."""
+    old = eqn.invars[1]
+    rest = [v for i, v in enumerate(counters.columns(old)) if i != column]
+    if len(rest) == 1:
+        return rest[0]
+    new = fresh((*old.shape[:-1], len(rest)), old.dtype)
+    params = {"dimension": old.rank - 1}
+    made = Eqn(lax.concatenate_p, rest, [new], params, [], eqn.info, eqn.id)
+    counters.made_by[new] = made
+    out.append(made)
+    return new
+
+
 class _Counters:
-    """Which values of a body count along one of their dims: 0, 1, 2, ... whatever the others are."""
+    """Which values of a body count along one of their dims: 0, 1, 2, ... over the whole of it."""
 
     def __init__(self, body: Body):
         self.made_by = {v: e for e in body.eqns for v in e.outvars}
@@ -55,15 +82,12 @@ class _Counters:
         step = _STEPS.get(eqn.name) if eqn else None
         return step(self, eqn) if step and eqn else None
 
-    def columns(self, indices: Var) -> list[Var] | None:
-        """The parts an index vector was put together from, when each is one column."""
+    def columns(self, indices: Var) -> list[Var]:
+        """The parts an index vector was put together from; none unless each is one column."""
         eqn = self.made_by.get(indices)
-        if indices.shape[-1] == 1:
-            return [indices]
-        last = indices.rank - 1
-        if eqn is None or eqn.name != "concatenate" or eqn.params["dimension"] != last:
-            return None
-        return list(eqn.invars) if all(v.shape[-1] == 1 for v in eqn.invars) else None
+        if eqn is None or eqn.name != "concatenate" or eqn.params["dimension"] != indices.rank - 1:
+            return []
+        return list(eqn.invars) if all(v.shape[-1] == 1 for v in eqn.invars) else []
 
 
 def _through_broadcast(c: _Counters, eqn: Eqn) -> int | None:
@@ -89,16 +113,23 @@ def _through_reshape(c: _Counters, eqn: Eqn) -> int | None:
 
 def _through_select(c: _Counters, eqn: Eqn) -> int | None:
     """`where(i < 0, i + n, i)`, the wrap of negative positions: what counts is never negative."""
-    test = c.made_by.get(eqn.invars[0])
-    if test is None or test.name != "lt":
-        return None
-    bound = test.invars[1]
-    never = isinstance(bound, Lit) and np.all(np.asarray(bound.value) <= 0)
-    return c.dim(eqn.invars[1]) if never and c.dim(test.invars[0]) is not None else None
+    return c.dim(eqn.invars[1]) if _never(c, eqn.invars[0]) else None
+
+
+def _never(c: _Counters, test: Var) -> bool:
+    """Whether a predicate is known to be false: no, or a counter below 0."""
+    if test in c.consts:
+        return not np.any(np.asarray(c.consts[test]))
+    eqn = c.made_by.get(test)
+    if eqn is None or eqn.name != "lt":
+        return False
+    counter, bound = eqn.invars
+    low = isinstance(bound, Lit) and np.all(np.asarray(bound.value) <= 0)
+    return bool(low) and c.dim(counter) is not None
 
 
 _STEPS: dict[str, Callable[[_Counters, Eqn], int | None]] = {
-    "iota": lambda c, eqn: int(eqn.params["dimension"]),
+    "iota": lambda c, eqn: int(eqn.params["dimension"]) if _holds(eqn) else None,
     "convert_element_type": lambda c, eqn: c.dim(eqn.invars[0]) if _holds(eqn) else None,
     "broadcast_in_dim": _through_broadcast,
     "reshape": _through_reshape,
@@ -109,7 +140,7 @@ _STEPS: dict[str, Callable[[_Counters, Eqn], int | None]] = {
 
 
 def _holds(eqn: Eqn) -> bool:
-    """Whether a conversion leaves every position as it is."""
+    """Whether every position fits the result's type."""
     to = np.dtype(eqn.outvars[0].dtype)
     if to.kind not in "iu":
         return False
@@ -117,50 +148,42 @@ def _holds(eqn: Eqn) -> bool:
 
 
 def _pair(eqn: Eqn, counters: _Counters) -> tuple[int, int, int] | None:
-    """(column, operand dim, indices dim) of a column that is its row's own number."""
+    """(column, operand dim, indices dim) of a column that is its row's own number, if one is."""
     n = eqn.params["dimension_numbers"]
     operand, indices = eqn.invars[:2]
     gather = eqn.name == "gather"
     starts = n.start_index_map if gather else n.scatter_dims_to_operand_dims
     dropped = n.collapsed_slice_dims if gather else n.inserted_window_dims
     taken = n.start_indices_batching_dims if gather else n.scatter_indices_batching_dims
-    for column, v in enumerate(counters.columns(indices) or ()):
-        d = counters.dim(v)
-        at = int(starts[column])
-        if d is None or d == indices.rank - 1 or d in taken or at not in dropped:
+    columns = counters.columns(indices)
+    for column, v in enumerate(columns if len(columns) > 1 else ()):
+        at, dim = int(starts[column]), counters.dim(v)
+        if dim in (None, indices.rank - 1) or dim in taken or at not in dropped:
             continue
-        if operand.shape[at] == indices.shape[d]:
-            return column, at, d
+        if operand.shape[at] == indices.shape[dim]:
+            return column, at, dim
     return None
 
 
-def _drop_column(
-    eqn: Eqn,
-    column: int,
-    at: int,
-    dim: int,
-    counters: _Counters,
-    fresh: Callable[[tuple[int, ...], Any], Var],
-    out: list[Eqn],
-) -> Eqn:
-    """The same equation with operand dim `at` and indices dim `dim` as a pair of batching dims."""
-    indices = eqn.invars[1]
-    columns = counters.columns(indices)
-    assert columns is not None
-    rest = columns[:column] + columns[column + 1 :]
-    if len(rest) == 1:
-        new = rest[0]
-    else:
-        new = fresh((*indices.shape[:-1], len(rest)), indices.dtype)
-        made = (
-            Eqn(lax.concatenate_p, rest, [new], {"dimension": indices.rank - 1}, [], eqn.info, eqn.id)
-            if rest
-            else Eqn(lax.broadcast_in_dim_p, *_nothing(new), [], eqn.info, eqn.id)
+def _drop(dims: Any, gone: int) -> tuple[int, ...]:
+    return tuple(int(d) for d in dims if d != gone)
+
+
+def _paired(n: Any, at: int, dim: int, gather: bool) -> Any:
+    """Dimension numbers with operand dim `at` and indices dim `dim` as one more batching pair."""
+    old = n.start_indices_batching_dims if gather else n.scatter_indices_batching_dims
+    pairs = sorted([*zip(n.operand_batching_dims, old, strict=True), (at, dim)])
+    operand_dims, index_dims = (tuple(map(int, p)) for p in zip(*pairs, strict=True))
+    if gather:
+        return n._replace(
+            collapsed_slice_dims=_drop(n.collapsed_slice_dims, at),
+            start_index_map=_drop(n.start_index_map, at),
+            operand_batching_dims=operand_dims,
+            start_indices_batching_dims=index_dims,
         )
-        counters.made_by[new] = made
-        out.append(made)
-    params = {**eqn.params, "dimension_numbers": _paired(eqn, column, at, dim)}
-    invars = [eqn.invars[0], new, *eqn.invars[2:]]
-    if eqn.name == "gather":
-        return Eqn(eqn.primitive, invars, eqn.outvars, params, [], eqn.info, eqn.id)
-    return Eqn(eqn.primitive, invars, eqn.outvars, params, [], eqn.info, eqn.id)
+    return n._replace(
+        inserted_window_dims=_drop(n.inserted_window_dims, at),
+        scatter_dims_to_operand_dims=_drop(n.scatter_dims_to_operand_dims, at),
+        operand_batching_dims=operand_dims,
+        scatter_indices_batching_dims=index_dims,
+    )

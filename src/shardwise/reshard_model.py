@@ -30,8 +30,9 @@ Chunks = tuple[int, ...]
 MAX_ROUNDS = 16  # permutes of one exchange: each is a collective of its own
 MAX_EXCHANGE = 1 << 14  # devices x rounds of one exchange: its source-target pairs are static
 
-# Cost is bytes first; among equal bytes the fewest collectives, then the fewest slices.
-_UNIT, _COLLECTIVE, _SLICE = 1 << 12, 16, 1
+# Cost is bytes first; among equal bytes the fewest collectives, then the fewest slices.  An
+# all-reduce has two phases: it is more than one collective, but less than two.
+_UNIT, _COLLECTIVE, _SECOND_PHASE, _SLICE = 1 << 12, 16, 8, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +213,8 @@ class Problem:
         if hop.kind == "slice":
             return _SLICE
         weight = max(self.weights[c] for c in hop.chunks)
-        return hop.cost * weight * _UNIT + self._each * hop.rounds
+        extra = _SECOND_PHASE if hop.kind == "all-reduce" else 0
+        return hop.cost * weight * _UNIT + self._each * hop.rounds + extra
 
     @functools.cached_property
     def _each(self) -> int:

@@ -46,6 +46,9 @@ class Limits:
         room = math.inf if self.memory is None else self.memory * FRACTION
         return (asked, "windowed_einsum") if asked <= room else (room, "memory_limit")
 
+    def window(self, operand: int | None, whole: Layout, block: Layout, n: int) -> Window:
+        return Window(operand, whole, block, n, *self.least)
+
 
 def windowed_choice(
     choice: Choice,
@@ -55,31 +58,21 @@ def windowed_choice(
     limits: Limits,
 ) -> Choice:
     """The choice for a dot with the largest value beyond the limits going around, if there is one."""
-    limit, option = limits.least
+    limit, _ = limits.least
     if limit == math.inf:
         return choice
-    moves = [*_gathers(choice, operands, mesh), *_scatters(choice, results, mesh)]
-    move = max(moves, key=lambda m: m.bytes, default=None)
-    if move is None or move.bytes <= limit:
-        return choice
-    window = Window(move.operand, move.whole, move.block, move.bytes, limit, option)
-    return dataclasses.replace(choice, ins=move.ins, outs=move.outs, window=window)
+    found = [
+        (c.window.bytes, c)
+        for c in (*_gathers(choice, operands, mesh, limits), *_scatters(choice, results, mesh, limits))
+        if c.window is not None and c.window.bytes > limit
+    ]
+    return max(found, key=lambda c: c[0], default=(0, choice))[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Move:
-    """A value that can go around: see `Window`; `ins` and `outs` are the layouts around the loop."""
-
-    operand: int | None
-    whole: Layout
-    block: Layout
-    bytes: int
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-
-
-def _gathers(choice: Choice, operands: Sequence[Operand], mesh: MeshAxes) -> Iterator[_Move]:
-    """Operands whose way to the layout chosen ends in an all-gather."""
+def _gathers(
+    choice: Choice, operands: Sequence[Operand], mesh: MeshAxes, limits: Limits
+) -> Iterator[Choice]:
+    """The choice with an operand going around whose way to its layout ends in an all-gather."""
     for i, (o, whole) in enumerate(zip(operands, choice.ins, strict=True)):
         sources = [v for v in o.variants if reachable(v, whole.sharding)]
         if o.free or not sources or whole.sharding in sources:
@@ -89,14 +82,32 @@ def _gathers(choice: Choice, operands: Sequence[Operand], mesh: MeshAxes) -> Ite
         ]
         way = min(ways, key=lambda steps: round(sum(s.bytes for s in steps), 3))
         gathers = list(itertools.takewhile(lambda s: s.kind == "all-gather", reversed(way)))
-        if gathers:
-            block = whole.with_sharding(gathers[-1].before)
+        if not gathers:
+            continue
+        block = whole.with_sharding(gathers[-1].before)
+        window = limits.window(i, whole, block, _bytes(whole, o.itemsize, mesh))
+        if not _copies_differ(choice, window):
             ins = (*choice.ins[:i], block, *choice.ins[i + 1 :])
-            yield _Move(i, whole, block, _bytes(whole, o.itemsize, mesh), ins, choice.outs)
+            yield dataclasses.replace(choice, ins=ins, window=window)
 
 
-def _scatters(choice: Choice, results: Sequence[Result], mesh: MeshAxes) -> Iterator[_Move]:
-    """The result, where its way to the layout wanted starts with a reduce-scatter.
+def _copies_differ(choice: Choice, window: Window) -> bool:
+    """Whether devices with copies of the result would add up its parts in different orders.
+
+    A device meets the blocks in the order they come by, its own first.  Rounding depends on that
+    order, and copies of a value must agree to the bit.  (A result not split over the ring is one that
+    all of the ring computes: such a layout is chosen only for little work.)
+    """
+    dims = choice.rule.operands[window.operand or 0]
+    adds = any(choice.rule.op_of(f) for d in window.cuts for f in dims[d])
+    split = {a for axes in choice.outs[0].sharding.axes for a in axes}
+    return adds and not split.issuperset(window.atoms)
+
+
+def _scatters(
+    choice: Choice, results: Sequence[Result], mesh: MeshAxes, limits: Limits
+) -> Iterator[Choice]:
+    """The choice with sums of the result going around, if its way starts with a reduce-scatter.
 
     Slices that come before it, by which devices that hold the same terms share the sum, are taken
     from the operands: so they share the dot as well.
@@ -112,16 +123,16 @@ def _scatters(choice: Choice, results: Sequence[Result], mesh: MeshAxes) -> Iter
     if ins is None:
         return
     whole, block = whole.with_sharding(step.before), whole.with_sharding(step.after)
-    yield _Move(None, whole, block, _bytes(whole, r.itemsize, mesh), ins, (block,))
+    window = limits.window(None, whole, block, _bytes(whole, r.itemsize, mesh))
+    yield dataclasses.replace(choice, ins=ins, outs=(block,), window=window)
 
 
 def _cut(
     choice: Choice, before: Sequence[Axes], after: Sequence[Axes], mesh: MeshAxes
 ) -> tuple[Layout, ...] | None:
-    """The operands' layouts with what the result is sliced by, from `before` to `after`."""
+    """The operands' layouts cut along the result's dims as these are, from `before` to `after`."""
     more = {
-        f: a[len(b) :]
-        for (f,), b, a in zip(choice.rule.results[0], before, after, strict=True)
+        f: a[len(b) :] for (f,), b, a in zip(choice.rule.results[0], before, after, strict=True)
     }
     out = []
     for dims, l in zip(choice.rule.operands, choice.ins, strict=True):

@@ -126,19 +126,25 @@ def fold(x: Any, start: Any, f: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("f", "start"), [(lax.add, 1.5), (lax.mul, 2.0), (lax.max, 0.5), (lax.min, 0.5)], ids=str
+    ("f", "start"),
+    [(lax.add, 1.5), (lax.mul, 2.0), (lax.max, 0.5), (lax.min, 0.5)],
+    ids=["add", "mul", "max", "min"],
 )
 def test_the_initial_value_counts_once(f: Callable[..., Any], start: float) -> None:
     for mesh in MESHES[:2]:
         right(lambda x: fold(x, start, f), values(3, 10), mesh=mesh, primitive="reduce")
 
 
-@pytest.mark.parametrize("f", [lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.add], ids=str)
+INTEGER_FOLDS = [lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.add]
+FLAG_FOLDS = [lax.bitwise_and, lax.bitwise_or, lax.max, lax.min]
+
+
+@pytest.mark.parametrize("f", INTEGER_FOLDS, ids=lambda f: f.__name__)
 def test_integer_folds(f: Callable[..., Any]) -> None:
     right(lambda x: fold(x, 5, f), values(3, 10, dtype=np.int32), primitive="reduce")
 
 
-@pytest.mark.parametrize("f", [lax.bitwise_and, lax.bitwise_or, lax.max, lax.min], ids=str)
+@pytest.mark.parametrize("f", FLAG_FOLDS, ids=lambda f: f.__name__)
 def test_flag_folds(f: Callable[..., Any]) -> None:
     for start in (False, True):
         x = values(4, 7, dtype=bool)

@@ -43,7 +43,7 @@ def dims(values: list[Any]) -> str:
 
 def add_row(table: Table, *cells: str) -> None:
     """A row of plain text: rich would read `[y, -, x]` as markup and drop it."""
-    table.add_row(*cells)
+    table.add_row(*map(escape, cells))
 
 
 class Screen:

@@ -15,6 +15,7 @@ from jax import lax
 
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.reduce import identity
+from shardwise.halo import Device
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
 
@@ -88,7 +89,7 @@ def _earlier(ctx: LocalContext, axis: int, monoid: _Monoid, total: Any, reverse:
     for step in range(steps):
         reach = 1 << step
         pairs = [(i, i + reach) for i in range(count - reach)]
-        got = lax.ppermute(run, atoms, [p[::-1] for p in pairs] if reverse else pairs)
+        got = Device(atoms).receive(run, [p[::-1] for p in pairs] if reverse else pairs)
         if monoid.op != "sum":  # a device that is sent nothing receives zeros
             got = jnp.where(place >= reach, got, monoid.identity(got.dtype))
         before = got if before is None else monoid.combine(got, before)

@@ -37,7 +37,7 @@ _REDUCE = {
 
 
 def assignments(rule: FactorRule, mesh: MeshAxes) -> Iterator[Assignment]:
-    """Every way of giving each atom to one factor or to none (in mesh order within a factor)."""
+    """Every way of giving each atom to one factor or to none, in mesh order and in the reverse."""
     choices = [None, *(f for f in range(len(rule.sizes)) if f not in rule.whole)]
     for picks in itertools.product(choices, repeat=len(mesh.atoms)):
         out: Assignment = {}
@@ -46,6 +46,9 @@ def assignments(rule: FactorRule, mesh: MeshAxes) -> Iterator[Assignment]:
                 out[f] = (*out.get(f, ()), atom)
         if assignment_fits(rule, out, mesh):
             yield out
+            turned = {f: atoms[::-1] for f, atoms in out.items()}
+            if turned != out and assignment_fits(rule, turned, mesh):
+                yield turned
 
 
 def find_eqn(body: Body, primitive: str | None) -> tuple[Eqn, Body]:
