@@ -104,7 +104,7 @@ def test_values(name: str):
     assert_equal(transform(f)(W, X), transform(loss)(W, X))
 
 
-# --- what lies inside the function -----------------------------------------------------------------
+# --- what lies inside the function ---------------------------------------------------------------
 
 
 def in_scan(w: Any, x: Any) -> Any:
@@ -196,6 +196,21 @@ def test_uneven_dims():
     assert_equal(jax.grad(squares(g))(w), jax.grad(squares(fn))(w))
 
 
+def test_part_of_an_axis():
+    """JAX names the shardings of what jit gives by the mesh's axes, or fails (`IndivisibleError`)."""
+
+    def fn(x: Any) -> Any:
+        return jnp.sin(sw.annotate(x, P("x", "y[0:2]")))
+
+    x = jnp.arange(12.0).reshape(2, 6)
+    placed = jax.device_put(x, jax.NamedSharding(MESH, P("x")))
+    g = jax.jit(lambda x: (sw.spmd(fn, mesh=MESH)(x), x + 1))
+    for array in x, placed:
+        ours = g(array)
+        assert_equal(ours, (jnp.sin(x), x + 1))
+        assert ours[0].sharding == jax.NamedSharding(MESH, P("x"))
+
+
 def test_vmap_with_a_named_axis():
     def fn(w: Any, x: Any) -> Any:
         return jax.lax.psum(loss(w, x), "i") + jax.lax.axis_index("i")
@@ -220,7 +235,7 @@ def test_without_jit():
     assert_equal(ours, jax.grad(loss, (0, 1))(W, X))
 
 
-# --- both passes are partitioned -------------------------------------------------------------------
+# --- both passes are partitioned -----------------------------------------------------------------
 
 
 def parts(g: Fn, *args: Any) -> tuple[int, set[str]]:
@@ -245,7 +260,7 @@ def test_a_product_kept_by_checkpoint_is_not_made_again():
     keep = jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)
 
     def products(g: Fn) -> int:
-        return jax.jit(jax.grad(g)).lower(W, X).as_text().count("stablehlo.dot_general")
+        return jax.jit(jax.value_and_grad(g)).lower(W, X).as_text().count("stablehlo.dot_general")
 
     assert products(keep) == products(f) == 2
     assert products(jax.checkpoint(f)) == 3

@@ -1,6 +1,6 @@
 """shardwise: a JAX program for one device, a few sharding annotations, one SPMD program for many."""
 
-from shardwise import ops as _ops  # registers the rules
+from shardwise import ops as _ops  # noqa: F401  (registers the rules)
 from shardwise.annotate import annotate, mesh_split, replicate, shard, split
 from shardwise.api import Spmd, spmd
 from shardwise.cost.comm import Collective

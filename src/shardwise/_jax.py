@@ -16,12 +16,14 @@ from jax._src.lax import lax as lax_internal
 
 traceback_util.register_exclusion(__file__)
 
-# Source lines must be the user's: frames of the partitioner are passed over.  The models and examples
-# that come with the package are users of it like any other.
+# Source lines must be the user's: frames of the partitioner are passed over.  The models and
+# examples that come with the package are users of it like any other.
 _PACKAGE = pathlib.Path(__file__).parent
 for _path in _PACKAGE.iterdir():
     if _path.name not in ("nn", "demo", "__pycache__"):
         source_info_util.register_exclusion(str(_path))
+
+UNKNOWN = "<unknown>"  # where no frame is the user's
 
 Literal = core.Literal
 
@@ -46,13 +48,14 @@ def source_of(info: Any) -> str:
     """`file.py:line` of the user's frame an equation came from, or `<unknown>`."""
     frame = source_info_util.user_frame(info.traceback) if info is not None else None
     if frame is None:
-        return "<unknown>"
+        return UNKNOWN
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
 
 
-def current_source() -> str:
-    """`file.py:line` of the user's frame that is calling now."""
-    return source_of(source_info_util.current())
+def current_source(otherwise: str = "<unknown>") -> str:
+    """`file.py:line` of the user's frame that is calling now, where there is one."""
+    source = source_of(source_info_util.current())
+    return otherwise if source == "<unknown>" else source
 
 
 def under_source(info: Any, scope: str) -> Any:
@@ -130,7 +133,7 @@ def key_primitives() -> dict[str, Any]:
 
 
 def call_primitive(name: str, impl: Callable[..., Any]) -> Any:
-    """A primitive on a function's body (`call_jaxpr`) that every transformation of JAX goes through.
+    """A primitive on a function's body, `call_jaxpr`, that JAX's transformations go through.
 
     `impl(fn, *args, **params)` runs it outside jit.  JAX has had two public ways to make one: up to
     0.11.0 `CallPrimitive`, bound on a function; since then rules for a primitive bound on a jaxpr.
@@ -173,7 +176,7 @@ def no_context_mesh() -> Any:
 
 
 def automatic_context_mesh() -> Any:
-    """A context in which the axes of the mesh of `jax.set_mesh`, if there is one, have type Auto."""
+    """A context in which the mesh of `jax.set_mesh`, if there is one, has axes of type Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
@@ -181,7 +184,7 @@ def automatic_context_mesh() -> Any:
 
 
 def without_types(x: Any) -> Any:
-    """An array on a mesh of Explicit axes as one on Auto axes: where it lies is not part of its type."""
+    """An array on Explicit axes as one on Auto axes: where it lies is not part of its type."""
     s = getattr(x, "sharding", None)
     if isinstance(x, core.Tracer) or not isinstance(s, jax.sharding.NamedSharding):
         return x

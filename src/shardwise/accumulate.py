@@ -52,7 +52,9 @@ def carry_shardings(
     carries = body.invars[n : n + c]
     plain = [p.wanted(v) for v in carries]
     sums = {
-        i: a for i, v in enumerate(carries) if init[i].zero and (a := addend(body, v, body.outvars[i]))
+        i: a
+        for i, v in enumerate(carries)
+        if init[i].zero and (a := addend(body, v, body.outvars[i]))
     }
     if not sums:
         return plain
@@ -73,7 +75,7 @@ def _trial(
     notes, fallbacks = len(p.notes), len(p.fallbacks)
 
     def once(blocks: Sequence[Any], x: Sequence[Any]) -> Any:
-        p.watch = {a: None for a in sums.values()}
+        p.watch = dict.fromkeys(sums.values())
         step(plain, blocks, x)
         for i, a in sums.items():
             value = p.watch[a]

@@ -37,6 +37,8 @@ from shardwise.arguments import (
 )
 from shardwise.capture import capture
 from shardwise.complete import Given
+from shardwise.convert import to_named
+from shardwise.device_tensor import DeviceOrder, Placement
 from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
 from shardwise.plan import Plan, border_shape, make_plan
@@ -118,12 +120,18 @@ def _automatic(mesh: AnyMesh) -> AnyMesh:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """A plan made runnable: `jitted` takes the user's tree of arguments, padded and placed."""
+    """A plan made runnable.
+
+    Attributes:
+      jitted: takes the user's tree of arguments, padded and placed as `ins` say.
+      outs: how the user gets the results; None where that is as `jitted` gives them.
+      donated: which arguments' buffers may be reused.
+    """
 
     plan: Plan
     jitted: Any
     ins: list[NamedSharding]
-    outs: list[NamedSharding]
+    outs: list[NamedSharding] | None
     donated: tuple[bool, ...]
 
     def run(self, call: Call) -> Any:
@@ -133,7 +141,7 @@ class _Program:
         ]
         args, kwargs = jax.tree.unflatten(call.tree, blocks)
         out = self.jitted(*args, **kwargs)
-        if all(border_shape(l) == l.shape for l in plan.out_layouts):
+        if self.outs is None:
             return out
         leaves = zip(jax.tree.leaves(out), plan.out_layouts, self.outs, strict=True)
         return jax.tree.unflatten(plan.out_tree, [result(*x) for x in leaves])
@@ -265,7 +273,11 @@ class Spmd:
 
     def _build(self, call: Call, plan: Plan) -> _Program:
         self._check_devices()
+        results = plan.completion.results
         outs = [self._named(plan, l) for l in plan.out_layouts]
+        orders = [plan.device_orders.get(r) for r in results]
+        asked = [self._named(plan, *x) for x in zip(plan.out_layouts, orders, strict=True)]
+        as_given = not any(orders) and all(border_shape(l) == l.shape for l in plan.out_layouts)
         mapped, weak = plan.mapped(), self._weak[plan]
 
         def program(*args: Any, **kwargs: Any) -> Any:
@@ -280,7 +292,7 @@ class Spmd:
             donate_argnums=at, donate_argnames=keywords,
         )  # fmt: skip
         ins = [self._named(plan, l) for l in plan.in_layouts]
-        built = _Program(plan, jitted, ins, outs, call.donated)
+        built = _Program(plan, jitted, ins, None if as_given else asked, call.donated)
         args, kwargs = jax.tree.unflatten(call.tree, built.avals())
         plan.traced = jitted.trace(*args, **kwargs).jaxpr
         return built
@@ -289,17 +301,16 @@ class Spmd:
         if isinstance(self.mesh, AbstractMesh):
             raise ShardingError(
                 "an abstract mesh has no devices to run on",
-                where=_jax.current_source(),
+                where=_jax.current_source(self._where),
                 facts=f"the mesh has {MeshAxes.of(self.mesh)}; it was given at {self._where}",
                 hint="use .plan(...) to plan, or pass a Mesh to run",
             )
 
-    def _named(self, plan: Plan, layout: Layout) -> NamedSharding:
+    def _named(
+        self, plan: Plan, layout: Layout, order: DeviceOrder | None = None
+    ) -> NamedSharding:
         """A border layout as NamedSharding: on the user's mesh where whole axes say it."""
-        axes = plan.axes
-        whole = all(axes.exact(d) is not None for d in layout.sharding.axes)
-        mesh = self.mesh if whole else axes.atom_mesh(self.mesh)
-        return NamedSharding(mesh, plan.spec(layout.sharding))
+        return to_named(Placement(layout.sharding, order), self.mesh)
 
     # -- under jit, grad, vmap -----------------------------------------------------------------------
 
@@ -308,7 +319,7 @@ class Spmd:
         self._check_devices()
         call, mesh = structure.call, MeshAxes.of(self.mesh)
         for x, name in zip(leaves, call.names, strict=True):
-            check_untyped(x, name)
+            check_untyped(x, name, _jax.current_source(self._where))
         wishes = self._given(call, [abstract(x) for x in leaves], (None,) * len(leaves))
         out_tree: list[Any] = []
 

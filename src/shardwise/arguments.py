@@ -232,13 +232,13 @@ def abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def check_untyped(x: Any, name: str) -> None:
+def check_untyped(x: Any, name: str, where: str) -> None:
     """Raises ShardingError for a traced argument whose type says how it lies (Explicit axes)."""
     s = getattr(jax.typeof(x), "sharding", None)
     if s is not None and any(s.spec) and jax.sharding.AxisType.Explicit in s.mesh.axis_types:
         raise ShardingError(
             f"traced argument {name} has its sharding in its type",
-            where=_jax.current_source(),
+            where=where,
             facts=f"it is {jax.typeof(x).str_short(True)}, on a mesh with axes of type Explicit",
             hint="call it outside jit, or make the mesh with axis_types=(AxisType.Auto, ...)",
         )
@@ -334,7 +334,8 @@ class Option:
                 f"{self.name} cannot ask for a pending sum: {spec}", where=self.where, facts=of
             )
         free = open_dims(spec if isinstance(spec, P) else spec.spec)
-        return Given(placed.sharding.axes, free, f"{self.name} at {self.where}", self.kind)
+        source = f"{self.name} at {self.where}"
+        return Given(placed.sharding.axes, free, source, self.kind, placed.device_order)
 
 
 def _is_spec(s: Any) -> bool:
@@ -400,5 +401,6 @@ def _put(x: Any, sharding: NamedSharding, donate: bool) -> Any:
 
 
 def result(x: Any, layout: Layout, sharding: NamedSharding) -> Any:
-    """A result as the user gets it: a `PaddedArray` where a split dim is uneven."""
+    """A result as the user gets it: on the devices asked for, padded where a split dim is uneven."""
+    x = _put(x, sharding, donate=False)
     return x if border_shape(layout) == layout.shape else PaddedArray(x, layout.shape, sharding)

@@ -50,6 +50,7 @@ _STRUCTURED = {
 class _Capture:
     def __init__(self, platform: str) -> None:
         self.platform = platform
+        self.callers: tuple[Any, ...] = ()
         self.ids = 0
         self.eqn_ids = 0
 
@@ -71,7 +72,9 @@ class _Capture:
         prune(body)
         return body
 
-    def bind_consts(self, inner: Any, consts: Sequence[Any], env: dict[Any, Var], body: Body) -> None:
+    def bind_consts(
+        self, inner: Any, consts: Sequence[Any], env: dict[Any, Var], body: Body
+    ) -> None:
         for v, value in zip(inner.constvars, consts, strict=True):
             env[v] = self.var(v.aval)
             body.consts.append((env[v], _jax.without_types(value)))
@@ -106,12 +109,17 @@ class _Capture:
             sub = params.pop(key)
             bodies += [self.body(s) for s in (sub if isinstance(sub, (tuple, list)) else (sub,))]
         self.eqn_ids += 1
-        return Eqn(eqn.primitive, args, outs, params, bodies, eqn.source_info, self.eqn_ids)
+        return Eqn(
+            eqn.primitive, args, outs, params, bodies, eqn.source_info, self.eqn_ids, self.callers
+        )
 
     def call(self, eqn: Any, jaxpr: Any, args: list[Var], body: Body) -> list[Var]:
         """Inline a call; shardings a nested jit fixes for its operands and results are kept."""
         args = self.constrain(eqn, args, eqn.params.get("in_shardings"), body)
+        outside = self.callers
+        self.callers = (eqn.source_info, *outside)
         outs = self.inline(jaxpr, args, body)
+        self.callers = outside
         return self.constrain(eqn, outs, eqn.params.get("out_shardings"), body)
 
     def inline(self, jaxpr: Any, args: list[Var], body: Body) -> list[Var]:

@@ -147,7 +147,11 @@ def candidates(
 
     def fresh(a: Assignment) -> bool:
         key = tuple(sorted(a.items()))
-        if key in seen or not assignment_fits(rule, a, mesh) or not _pads(rule, a, operands, results, mesh):
+        if (
+            key in seen
+            or not assignment_fits(rule, a, mesh)
+            or not _pads(rule, a, operands, results, mesh)
+        ):
             return False
         seen.add(key)
         return True
@@ -230,7 +234,9 @@ def _pads(
 
     A factor of a compound dim splits evenly or not at all, so its other dims must have no padding.
     """
-    compound = {f for dims in (*rule.operands, *rule.results) for fs in dims if len(fs) > 1 for f in fs}
+    compound = {
+        f for dims in (*rule.operands, *rule.results) for fs in dims if len(fs) > 1 for f in fs
+    }
     for values, dims_of in ((operands, rule.operands), (results, rule.results)):
         for v, dims in zip(values, dims_of, strict=True):
             for size, padded, factors in zip(v.shape, v.padded, dims, strict=True):
@@ -247,14 +253,12 @@ def _pending_sums(rule: FactorRule, operands: Sequence[Operand]) -> Iterator[dic
     yield {}
     for group in rule.linear:
         carried = {
-            v.partial
-            for i in group
-            for v in operands[i].variants
-            if v.partial and v.op == "sum"
+            v.partial for i in group for v in operands[i].variants if v.partial and v.op == "sum"
         }
         for atoms in sorted(carried):
             if all(
-                operands[i].zero or any(v.partial == atoms and v.op == "sum" for v in operands[i].variants)
+                operands[i].zero
+                or any(v.partial == atoms and v.op == "sum" for v in operands[i].variants)
                 for i in group
             ):
                 yield dict.fromkeys(group, atoms)
@@ -306,7 +310,8 @@ def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
             continue
         share = o.uses if v.partial else (o.dots if dot else 1)
         prices.append(
-            reshard_bytes(layout.with_sharding(v), layout.sharding, o.itemsize, mesh) / max(share, 1)
+            reshard_bytes(layout.with_sharding(v), layout.sharding, o.itemsize, mesh)
+            / max(share, 1)
         )
     return min(prices) if prices else math.inf
 

@@ -69,12 +69,18 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the user fixed for one value: axes per dim, the dims left open, and where it was said."""
+    """What the user fixed for one value: axes per dim, the dims left open, and where it was said.
+
+    Attributes:
+      device_order: the device that is to hold the block the axes give to device i, where the user
+        named devices in another order than the mesh's.
+    """
 
     axes: tuple[Axes, ...]
     open: frozenset[int]
     source: str
     kind: str
+    device_order: tuple[int, ...] | None = None
 
 
 def complete(
@@ -222,7 +228,9 @@ def _refine(c: Completion, edge: Edge, i: int, merged: Assignment, proposals: Pr
         want = _fitting_prefix(want, edge, i, d, mesh)
         if len(want) > len(new[d]):
             new[d] = want
-            f = next((f for f in factors if f in proposals and proposals[f][1] is not v), factors[0])
+            f = next(
+                (f for f in factors if f in proposals and proposals[f][1] is not v), factors[0]
+            )
             _, src, src_dim = proposals.get(f, ((), v, d))
             c.reasons[v, d] = Reason("rule", "", src, src_dim, edge)
     if new == axes:

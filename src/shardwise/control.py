@@ -61,7 +61,9 @@ def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     x_blocks = hand(p, eqn, xs, eqn.invars[n + c :], [stacked(s) for s in x_s])
 
     def step(shardings: Sequence[Sharding], carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Value], list[Value]]:  # fmt: skip
-        values = [p.value(v, b, s) for v, b, s in zip(const_vars, const_blocks, const_s, strict=True)]
+        values = [
+            p.value(v, b, s) for v, b, s in zip(const_vars, const_blocks, const_s, strict=True)
+        ]
         values += [p.value(v, b, s) for v, b, s in zip(carry_vars, carry, shardings, strict=True)]
         values += [p.value(v, b, s) for v, b, s in zip(x_vars, x, x_s, strict=True)]
         outs = p.run(body, values)
@@ -80,9 +82,7 @@ def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     params = {k: eqn.params[k] for k in ("length", "reverse", "unroll") if k in eqn.params}
     final, ys = lax.scan(f, init_blocks, x_blocks, **params)
     out = [p.value(o, b, s) for o, b, s in zip(eqn.outvars[:c], final, carry_s, strict=True)]
-    out += [
-        p.value(o, b, stacked(s)) for o, b, s in zip(eqn.outvars[c:], ys, y_s, strict=True)
-    ]
+    out += [p.value(o, b, stacked(s)) for o, b, s in zip(eqn.outvars[c:], ys, y_s, strict=True)]
     return out
 
 
@@ -104,12 +104,18 @@ def while_loop(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     init = hand(p, eqn, ins[n + m :], carry_vars, carry_s)
 
     def predicate(carry: Sequence[Any]) -> Value:
-        values = [p.value(v, b, s) for v, b, s in zip(cond.invars[:n], cond_blocks, cond_s, strict=True)]
-        values += [p.value(v, b, s) for v, b, s in zip(cond.invars[n:], carry, carry_s, strict=True)]
+        values = [
+            p.value(v, b, s) for v, b, s in zip(cond.invars[:n], cond_blocks, cond_s, strict=True)
+        ]
+        values += [
+            p.value(v, b, s) for v, b, s in zip(cond.invars[n:], carry, carry_s, strict=True)
+        ]
         return p.run(cond, values)[0]
 
     def step(carry: Sequence[Any]) -> list[Any]:
-        values = [p.value(v, b, s) for v, b, s in zip(body.invars[:m], body_blocks, body_s, strict=True)]
+        values = [
+            p.value(v, b, s) for v, b, s in zip(body.invars[:m], body_blocks, body_s, strict=True)
+        ]
         values += [p.value(v, b, s) for v, b, s in zip(carry_vars, carry, carry_s, strict=True)]
         return hand(p, eqn, p.run(body, values), carry_vars, carry_s)
 
@@ -162,9 +168,7 @@ def _batched_while(
 def _aligned(predicate: Sharding, carries: Sequence[Sharding]) -> list[Sharding]:
     """Carries of a vmapped loop with their batch dims split as the predicates are."""
     n, used = predicate.rank, predicate.used
-    return [
-        Sharding((*predicate.axes, *(s.drop(used).axes[n:]))) if n else s for s in carries
-    ]
+    return [Sharding((*predicate.axes, *(s.drop(used).axes[n:]))) if n else s for s in carries]
 
 
 def cond(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
@@ -196,7 +200,9 @@ def checkpoint(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     prevent = eqn.params.get("prevent_cse", True)
     values = []
     held = [v for v in ins if not v.free]
-    if eqn.params.get("differentiated", False) and (any(prevent) if isinstance(prevent, tuple) else prevent):
+    if eqn.params.get("differentiated", False) and (
+        any(prevent) if isinstance(prevent, tuple) else prevent
+    ):
         blocks = lax.optimization_barrier([v.variants[v.first] for v in held])
         fresh = dict(zip(map(id, held), blocks, strict=True))
         for v, var in zip(ins, body.invars, strict=True):

@@ -81,7 +81,9 @@ def _equation(eqn: Eqn) -> list[Edge]:
         # nothing to tie, unless operands are tied among themselves (a full reduction)
         if not rules or not any(v.shape for v in eqn.invars):
             return []
-    return [Edge(rules[0], [*eqn.invars, *eqn.outvars], PASSES[level_of(eqn.primitive)], eqn, eqn.name)]
+    return [
+        Edge(rules[0], [*eqn.invars, *eqn.outvars], PASSES[level_of(eqn.primitive)], eqn, eqn.name)
+    ]
 
 
 def _control_flow(eqn: Eqn) -> list[Edge]:

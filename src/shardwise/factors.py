@@ -149,7 +149,9 @@ def assignment_fits(rule: FactorRule, assignment: Assignment, mesh: MeshAxes) ->
     return not any(assignment.get(f) for f in rule.whole)
 
 
-def spread(factors: Factors, axes: tuple[str, ...], sizes: Sequence[int], mesh: MeshAxes) -> Assignment:
+def spread(
+    factors: Factors, axes: tuple[str, ...], sizes: Sequence[int], mesh: MeshAxes
+) -> Assignment:
     """The atoms of a dim given to its factors, major first: what `dim_axes` undoes.
 
     A dim of one factor takes them all.  In a compound dim a factor takes atoms while they divide its
@@ -173,7 +175,9 @@ def spread(factors: Factors, axes: tuple[str, ...], sizes: Sequence[int], mesh: 
     return out
 
 
-def gathered(factors: Factors, assignment: Assignment, sizes: Sequence[int], mesh: MeshAxes) -> tuple[str, ...]:
+def gathered(
+    factors: Factors, assignment: Assignment, sizes: Sequence[int], mesh: MeshAxes
+) -> tuple[str, ...]:
     """The atoms of a dim under an assignment, cut where its blocks would stop being contiguous."""
     if len(factors) == 1:
         return assignment.get(factors[0], ())

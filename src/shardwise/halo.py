@@ -135,7 +135,7 @@ class Device:
         `lax.ppermute` numbers devices in mesh order, in whatever order it is given the axes.
         """
         sizes = jax.sharding.get_abstract_mesh().shape
-        order = sorted(self.atoms, key=list(sizes).index)
+        order = [a for a in sizes if a in self.atoms] or list(self.atoms)
         if tuple(order) != self.atoms:
             grid = np.arange(math.prod(sizes[a] for a in order)).reshape([sizes[a] for a in order])
             number = grid.transpose([order.index(a) for a in self.atoms]).reshape(-1).tolist()

@@ -137,7 +137,9 @@ class _Merge:
             d = changed[0]
             start = int(np.clip(int(starts[d].value), 0, x.shape[d] - u.shape[d]))  # type: ignore[attr-defined]
         rows = u.shape[d]
-        if [s for e, s in enumerate(x.shape) if e != d] != [s for e, s in enumerate(u.shape) if e != d]:
+        if [s for e, s in enumerate(x.shape) if e != d] != [
+            s for e, s in enumerate(u.shape) if e != d
+        ]:
             return None
         if start < 0 or start + rows > x.shape[d] or not rows or rows == x.shape[d]:
             return None

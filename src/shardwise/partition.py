@@ -40,7 +40,6 @@ from shardwise.sharding import Sharding
 from shardwise.value import Value, reachable
 from shardwise.windows import Limits, windowed_choice
 
-
 ANNOTATIONS = ("annotation", "sharding_constraint")
 
 
@@ -201,7 +200,11 @@ class Partitioner:
         self._counted.add(body)
         results = self.completion.results if body is self.completion.body else []
         fixed = [(e.invars[0], e.outvars[0]) for e in body.eqns if e.name in ANNOTATIONS]
-        fixed += [(v, r) for v, r in zip(body.outvars, results, strict=False) if r in self.completion.fixed]
+        fixed += [
+            (v, r)
+            for v, r in zip(body.outvars, results, strict=False)
+            if r in self.completion.fixed
+        ]
         for eqn in body.eqns:
             for v in dict.fromkeys(eqn.invars):
                 self.uses.setdefault(v, Counter())[eqn.name] += 1
@@ -255,7 +258,9 @@ class Partitioner:
             xs = [self.get(v, l.sharding) for v, l in zip(ins, ctx.ins, strict=True)]
             return self.local(eqn, ctx, xs)[k]
 
-        zero = eqn.name in ("broadcast_in_dim", "convert_element_type", "neg", "copy") and ins[0].zero
+        zero = (
+            eqn.name in ("broadcast_in_dim", "convert_element_type", "neg", "copy") and ins[0].zero
+        )
         return Value(var, self.padded(var), make=make, zero=zero)
 
     def choice(self, eqn: Eqn, rules: Any, ins: list[Value]) -> tuple[Choice, Choice | None]:
@@ -270,7 +275,9 @@ class Partitioner:
             for v, var in zip(ins, eqn.invars, strict=True)
         )  # fmt: skip
         results = tuple(
-            Result(v.shape, self.padded(v), v.itemsize, self.asked(v), v not in self.completion.axes)
+            Result(
+                v.shape, self.padded(v), v.itemsize, self.asked(v), v not in self.completion.axes
+            )
             for v in eqn.outvars
         )
         params: Any = None
@@ -290,7 +297,7 @@ class Partitioner:
 
     def fallback(self, eqn: Eqn, ins: list[Value], why: str) -> list[Value]:
         """Gather every operand, run the op whole on every device: always valid, never silent."""
-        source = _jax.source_of(eqn.info)
+        source = eqn.source
         xs = []
         for v, var in zip(ins, eqn.invars, strict=True):
             whole = Sharding.replicated(len(v.shape))
@@ -300,7 +307,10 @@ class Partitioner:
         with self.noted(Note(eqn, "fallback")):
             ys = eqn.primitive.bind(*xs, **eqn.params)
         ys = list(ys) if eqn.primitive.multiple_results else [ys]
-        return [self.value(o, y, Sharding.replicated(o.rank)) for o, y in zip(eqn.outvars, ys, strict=True)]
+        return [
+            self.value(o, y, Sharding.replicated(o.rank))
+            for o, y in zip(eqn.outvars, ys, strict=True)
+        ]
 
     def report_gathers(self, eqn: Eqn, ins: list[Value], choice: Choice) -> None:
         """A dim that must lie whole for this op, and was split, is a fallback to report."""
@@ -308,9 +318,13 @@ class Partitioner:
             if v.free or not v.variants or layout.sharding in (v.first,):
                 continue
             for d, factors in enumerate(dims):
-                if v.first.axes[d] and not layout.sharding.axes[d] and set(factors) & choice.rule.whole:
+                if (
+                    v.first.axes[d]
+                    and not layout.sharding.axes[d]
+                    and set(factors) & choice.rule.whole
+                ):
                     self.fallbacks.append(Fallback(
-                        eqn.name, _jax.source_of(eqn.info), v.name, v.shape,
+                        eqn.name, eqn.source, v.name, v.shape,
                         int(np.prod(v.shape)) * v.itemsize,
                         f"dim {d} must lie whole for `{eqn.name}` and was split over "
                         f"{self.mesh.text(v.first.axes[d])}",
@@ -330,14 +344,19 @@ class Partitioner:
             return v
         new = Value(var, self.padded(var), make=v.make, zero=v.zero)
         for s, x in v.variants.items():
-            if all(not axes or a == b for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)):
+            if all(
+                not axes or a == b for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)
+            ):
                 new.variants[s] = x
         if not new.variants and new.make is None:
             s = v.first
             keep = tuple(
-                axes if a == b else () for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)
+                axes if a == b else ()
+                for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)
             )
-            new.variants[Sharding(keep)] = self.get(v, Sharding(keep), Note(None, "result", var=var))
+            new.variants[Sharding(keep)] = self.get(
+                v, Sharding(keep), Note(None, "result", var=var)
+            )
         return new
 
 

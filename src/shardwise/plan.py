@@ -21,9 +21,10 @@ from shardwise.complete import Completion, Given, complete
 from shardwise.convert import from_spec, to_spec
 from shardwise.cost import comm
 from shardwise.cost.comm import Collective
+from shardwise.device_tensor import DeviceOrder
 from shardwise.mesh import MeshAxes
 from shardwise.partition import Fallback, Note, Partitioner
-from shardwise.program import Body, Eqn
+from shardwise.program import Body, Eqn, Var
 from shardwise.resolve import from_constraint_params, resolve
 from shardwise.sharding import Sharding
 from shardwise.windows import Limits
@@ -37,16 +38,19 @@ class Plan:
       body: the captured program; `completion` shardings and reasons of its values.
       in_tree, out_tree: trees of arguments and results.
       names: what arguments are called, e.g. `params['wi']`.
+      device_orders: values, and stand-ins of results, that the user asked for on devices in another
+        order than the mesh's, with the device that is to hold the block of device i.
     """
 
     def __init__(
         self, mesh: Any, body: Body, completion: Completion, in_tree: Any, out_tree: Any, names: Any,
-        limits: Limits | None = None,
+        limits: Limits | None = None, device_orders: dict[Var, DeviceOrder] | None = None,
     ):  # fmt: skip
         self.mesh, self.body, self.completion = mesh, body, completion
         self.axes: MeshAxes = completion.mesh
         self.in_tree, self.out_tree, self.names = in_tree, out_tree, names
         self.partitioner = Partitioner(completion, limits)
+        self.device_orders = device_orders or {}
 
     # -- shardings ---------------------------------------------------------------------------------
 
@@ -63,7 +67,9 @@ class Plan:
 
         s = self.completion.sharding(v)
         # At the border every split dim has blocks of ceil(D/P), whatever the program uses inside.
-        padded = tuple(padded_size(d, [self.axes.size(a)]) for d, a in zip(v.shape, s.axes, strict=True))
+        padded = tuple(
+            padded_size(d, [self.axes.size(a)]) for d, a in zip(v.shape, s.axes, strict=True)
+        )
         return Layout(v.shape, padded, s)
 
     @property
@@ -170,7 +176,7 @@ class Plan:
         return Collective(
             f.kind, self.axes.merge(f.atoms), self.axes.size(f.atoms), f.bytes, f.count,
             eqn.name if eqn and eqn.primitive else "result",
-            _jax.source_of(eqn.info) if eqn else "<result>",
+            eqn.source if eqn else "<result>",
             reason(self, note) if note else "", f.shape, f.dtype, f.per_iteration,
         )  # fmt: skip
 
@@ -259,8 +265,8 @@ def annotations(body: Body, mesh: Any) -> dict[Eqn, Given]:
             source = eqn.params["source"]
         else:
             r = from_constraint_params(eqn.params, rank, mesh)
-            source = _jax.source_of(eqn.info)
-        out[eqn] = Given(r.sharding.axes, r.open, source, "annotation")
+            source = eqn.source
+        out[eqn] = Given(r.sharding.axes, r.open, source, "annotation", r.device_order)
     return out
 
 
@@ -269,5 +275,10 @@ def make_plan(
     in_tree: Any, out_tree: Any, names: list[str], limits: Limits | None = None,
 ) -> Plan:  # fmt: skip
     """Complete a captured program into a plan."""
-    completion = complete(body, MeshAxes.of(mesh), arguments, results, annotations(body, mesh))
-    return Plan(mesh, body, completion, in_tree, out_tree, names, limits)
+    said = annotations(body, mesh)
+    completion = complete(body, MeshAxes.of(mesh), arguments, results, said)
+    asked = {eqn.outvars[0]: g.device_order for eqn, g in said.items()}
+    for v, result, g in zip(body.outvars, completion.results, results, strict=True):
+        asked[result] = g.device_order if g is not None else asked.get(v)
+    orders = {v: order for v, order in asked.items() if order is not None}
+    return Plan(mesh, body, completion, in_tree, out_tree, names, limits, orders)

@@ -8,9 +8,12 @@ knows where in the user's code it came from.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
+
+from shardwise import _jax
 
 
 class Var:
@@ -69,6 +72,7 @@ class Eqn:
         remat [body]; shard_map [body].
       info: JAX's source info, from which file and line are taken when asked for.
       id: position in the program, in program order.
+      callers: source infos of the calls it was inlined from, innermost first.
     """
 
     primitive: Any
@@ -78,6 +82,13 @@ class Eqn:
     bodies: list[Body]
     info: Any
     id: int
+    callers: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def source(self) -> str:
+        """`file.py:line` of the user's code: its own, or of the innermost call that has one."""
+        found = (_jax.source_of(i) for i in (self.info, *self.callers) if i is not None)
+        return next((s for s in found if s != _jax.UNKNOWN), _jax.UNKNOWN)
 
     @property
     def name(self) -> str:

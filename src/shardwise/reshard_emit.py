@@ -121,7 +121,7 @@ def _slice(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Array:
     for d, won in _minor(after, before).items():
         sizes[d] //= mesh.size(won)
         starts[d] = lax.axis_index(won) * sizes[d]
-    return lax.dynamic_slice(x, starts, sizes)
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 def _all_gather(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Array:
@@ -266,9 +266,11 @@ def _exchange(x: Array, before: Layout, after: Layout, atoms: Axes, mesh: MeshAx
     device = lax.axis_index(atoms)
     out = jnp.zeros(block, x.dtype)
     for pairs, sent, placed in zip(plan.pairs, plan.sent, plan.placed, strict=True):
-        part = lax.dynamic_slice(x, _starts(sent, device, dims, piece), piece)
+        start = _starts(sent, device, dims, piece)
+        part = lax.dynamic_slice(x, start, piece, allow_negative_indices=False)
         part = lax.ppermute(part, atoms, pairs)
-        out = lax.dynamic_update_slice(out, part, _starts(placed, device, dims, piece))
+        start = _starts(placed, device, dims, piece)
+        out = lax.dynamic_update_slice(out, part, start, allow_negative_indices=False)
     return out
 
 
@@ -276,7 +278,9 @@ def _starts(
     table: np.ndarray, device: Array, dims: Sequence[int], piece: Sequence[int]
 ) -> list[Array | int]:
     """Where this device's piece of a round starts: `table` has its number per device and dim."""
-    row = lax.dynamic_index_in_dim(jnp.asarray(table), device, keepdims=False)
+    row = lax.dynamic_index_in_dim(
+        jnp.asarray(table), device, keepdims=False, allow_negative_indices=False
+    )
     starts: list[Array | int] = [0] * len(piece)
     for i, d in enumerate(dims):
         starts[d] = row[i] * piece[d]

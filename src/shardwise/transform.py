@@ -2,13 +2,14 @@
 
 Called while JAX is tracing, `spmd` binds `spmd_call` on the user's function.  JAX's transformations
 apply to what is inside; when what they made is lowered, it is captured and partitioned.  So
-`jit(grad(f))` computes what partitioning the gradient would.  (Forward and backward pass are planned
-apart, though: `spmd(grad(fn))` sees both at once, and moves less.)
+`jit(grad(f))` computes what partitioning the gradient would.  (Forward and backward pass are
+planned apart, though: `spmd(grad(fn))` sees both at once, and moves less.)
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,9 +67,10 @@ def _partitioned(fn: Callable[..., Any], mesh: Mesh, limits: Limits) -> Callable
         body, out_tree = capture(fn, avals, names)
         free = [None] * len(args), [None] * len(body.outvars)
         plan = make_plan(mesh, body, *free, None, out_tree, names, limits)
-        ins = [_pad(x, l) for x, l in zip(args, plan.in_layouts, strict=True)]
+        outside = functools.partial(_outside, mesh=mesh, axes=plan.axes)
+        ins = [_pad(outside(x, l), l) for x, l in zip(args, plan.in_layouts, strict=True)]
         outs = plan.mapped()(*ins)
-        return [_cut(o, l) for o, l in zip(outs, plan.out_layouts, strict=True)]
+        return [outside(_cut(o, l), l) for o, l in zip(outs, plan.out_layouts, strict=True)]
 
     return run
 
@@ -82,6 +84,28 @@ def _pad(x: Any, layout: Layout) -> Any:
 def _cut(x: Any, layout: Layout) -> Any:
     """... and cut on the way out."""
     return jax.lax.slice(x, (0,) * x.ndim, layout.shape) if x.shape != layout.shape else x
+
+
+def _outside(x: Any, layout: Layout, mesh: Mesh, axes: MeshAxes) -> Any:
+    """An argument or result, split evenly and over whole axes of the user's mesh where it must be.
+
+    Arrays that jit takes and gives, XLA splits as this program does, as far as that is even.  Where
+    this takes part of an axis, jit may have no name for it, and raises `IndivisibleError`.
+    """
+    dims = zip(layout.sharding.axes, layout.shape, strict=True)
+    even = [axes.merge(_dividing(d, size, axes)) for d, size in dims]
+    whole = [tuple(itertools.takewhile(axes.names.__contains__, e)) for e in even]
+    if whole == even:
+        return x
+    with _jax.no_context_mesh():
+        spec = P(*(w or None for w in whole))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _dividing(atoms: Sequence[str], size: int, axes: MeshAxes) -> Sequence[str]:
+    """The first of `atoms`, as many as split a dim of `size` evenly."""
+    ks = range(len(atoms), -1, -1)
+    return next(atoms[:k] for k in ks if size % axes.size(atoms[:k]) == 0)
 
 
 def _run(fn: Callable[..., Any], *args: Any, mesh: Mesh, limits: Limits, **_: Any) -> list[Any]:

@@ -52,4 +52,6 @@ class Value:
 
 def reachable(source: Sharding, target: Sharding) -> bool:
     """A pending sum can be finished; it cannot be made from a finished value, save a free zero."""
-    return not target.partial or set(target.partial) <= set(source.partial) and source.op == target.op
+    return not target.partial or (
+        set(target.partial) <= set(source.partial) and source.op == target.op
+    )

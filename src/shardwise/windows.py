@@ -1,12 +1,13 @@
 """When a dot is windowed: where gathering an operand, or the terms of its result, takes too much.
 
-The layouts of a dot are chosen first, as for any equation (`choose`).  Then, if the choice gathers an
-operand of more bytes than allowed, or leaves more of pending terms than allowed where they are wanted
-scattered, the largest of these goes around instead (`ops.windowed`): the operand is brought only
-to where the all-gather would start, or the result comes out where the reduce-scatter would end.
+The layouts of a dot are chosen first, as for any equation (`choose`).  Then, if the choice gathers
+an operand of more bytes than allowed, or leaves terms of more where they are wanted scattered, the
+largest of these values goes around instead (`ops.windowed`): the operand is brought only to where
+the all-gather would start, or the result comes out where the reduce-scatter would end.
 
 One value of a dot goes around, not two: every block of one would have to meet every block of the
-other, and one of the two would be sent as often as the other has blocks.
+other, and one of the two would be sent as often as the other has blocks.  And an operand gathered is
+there for the next dot that reads it; blocks that went around are gone, and go around again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardwise.choose import Choice, Operand, Result
 from shardwise.mesh import MeshAxes
 from shardwise.ops.windowed import Window
 from shardwise.reshard import plan_reshard
+from shardwise.reshard_model import Step
 from shardwise.sharding import Axes, Layout
 from shardwise.value import reachable
 
@@ -57,13 +59,16 @@ def windowed_choice(
     mesh: MeshAxes,
     limits: Limits,
 ) -> Choice:
-    """The choice for a dot with the largest value beyond the limits going around, if there is one."""
+    """The choice for a dot, with the largest value beyond the limits going around if one is."""
     limit, _ = limits.least
     if limit == math.inf:
         return choice
     found = [
         (c.window.bytes, c)
-        for c in (*_gathers(choice, operands, mesh, limits), *_scatters(choice, results, mesh, limits))
+        for c in (
+            *_gathers(choice, operands, mesh, limits),
+            *_scatters(choice, results, mesh, limits),
+        )
         if c.window is not None and c.window.bytes > limit
     ]
     return max(found, key=lambda c: c[0], default=(0, choice))[1]
@@ -81,22 +86,38 @@ def _gathers(
             plan_reshard(whole.with_sharding(v), whole.sharding, o.itemsize, mesh) for v in sources
         ]
         way = min(ways, key=lambda steps: round(sum(s.bytes for s in steps), 3))
-        gathers = list(itertools.takewhile(lambda s: s.kind == "all-gather", reversed(way)))
-        if not gathers:
+        block = _ungathered(way, whole, o.itemsize, mesh)
+        if block is None:
             continue
-        block = whole.with_sharding(gathers[-1].before)
         window = limits.window(i, whole, block, _bytes(whole, o.itemsize, mesh))
         if not _copies_differ(choice, window):
             ins = (*choice.ins[:i], block, *choice.ins[i + 1 :])
             yield dataclasses.replace(choice, ins=ins, window=window)
 
 
+def _ungathered(way: Sequence[Step], whole: Layout, itemsize: int, mesh: MeshAxes) -> Layout | None:
+    """The layout before the all-gathers a way ends in; None where it does not end in one.
+
+    Of several, only those count that send no less than blocks going around would: between two of
+    them padding may be cut off.
+    """
+    block, sent = None, 0.0
+    for step in itertools.takewhile(lambda s: s.kind == "all-gather", reversed(way)):
+        sent += step.bytes
+        more = whole.with_sharding(step.before)
+        turns = mesh.size(step.before.used - whole.sharding.used) - 1
+        if turns * _bytes(more, itemsize, mesh) > sent + 0.5:
+            break
+        block = more
+    return block
+
+
 def _copies_differ(choice: Choice, window: Window) -> bool:
     """Whether devices with copies of the result would add up its parts in different orders.
 
     A device meets the blocks in the order they come by, its own first.  Rounding depends on that
-    order, and copies of a value must agree to the bit.  (A result not split over the ring is one that
-    all of the ring computes: such a layout is chosen only for little work.)
+    order, and copies of a value must agree to the bit.  (A result not split over the ring is one
+    that all of the ring computes: such a layout is chosen only for little work.)
     """
     dims = choice.rule.operands[window.operand or 0]
     adds = any(choice.rule.op_of(f) for d in window.cuts for f in dims[d])

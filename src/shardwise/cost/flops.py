@@ -54,7 +54,12 @@ def _size(v: Any) -> int:
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
     """The jaxprs an equation runs: bodies of loops, branches, calls; not a reduction's scalar monoid."""
-    if eqn.primitive.name in ("reduce", "scatter", "scatter-add", "scatter_add") or eqn.primitive.name.startswith("scatter"):
+    if eqn.primitive.name in (
+        "reduce",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+    ) or eqn.primitive.name.startswith("scatter"):
         return
     for value in eqn.params.values():
         for v in value if isinstance(value, (tuple, list)) else (value,):

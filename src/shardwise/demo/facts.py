@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from shardwise import _jax, hlo
+from shardwise import hlo
 from shardwise.demo.data import Corpus
 from shardwise.demo.options import DemoOptions
 from shardwise.demo.train import State, Training, relative_difference
@@ -134,7 +134,7 @@ def flat(body: Any) -> Iterator[Any]:
 
 def source_of(eqn: Any) -> str:
     """`transformer.py:210`."""
-    return Path(_jax.source_of(eqn.info)).name
+    return Path(eqn.source).name
 
 
 def collectives(plan: Any) -> Facts:

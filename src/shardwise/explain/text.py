@@ -1,8 +1,8 @@
 """Plans as text: every value with its sharding and reason, every collective with its cause.
 
-    plan.explain()          the listing
-    plan.why("params.wi")   the chain of equations back to the annotation
-    plan.diff(other)        what changes between two plans of one program
+plan.explain()          the listing
+plan.why("params.wi")   the chain of equations back to the annotation
+plan.diff(other)        what changes between two plans of one program
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from shardwise import _jax
 from shardwise.complete import Reason
 from shardwise.errors import ShardingError
 from shardwise.program import Body, Eqn, Lit, Var
@@ -94,7 +93,7 @@ def _step(plan: Plan, r: Reason) -> str:
     if r.kind != "rule":
         return f"{r.kind} ({r.source})"
     assert r.edge is not None and r.var is not None
-    where = _jax.source_of(r.edge.eqn.info) if r.edge.eqn.info is not None else "the result"
+    where = r.edge.eqn.source if r.edge.eqn.info is not None else "the result"
     return f"from {name(r.var)} dim {r.dim} through {r.edge.label} at {where}"
 
 
@@ -159,6 +158,11 @@ def explain(plan: Plan) -> str:
     lines += _listing(plan, plan.body, "")
     for v, r in zip(plan.body.outvars, plan.completion.results, strict=True):
         lines.append(f"{r.name} = {name(v)}: {sharded(plan, r)}{_because(plan, r)}")
+        if r in plan.device_orders:
+            ids = _ids(plan.device_orders[r])
+            lines.append(
+                f"    moved when the program is done: devices {ids} hold the blocks in order"
+            )
     lines += ["", *_collectives(plan), *_fallbacks(plan)]
     return "\n".join(lines)
 
@@ -178,9 +182,19 @@ def _listing(plan: Plan, body: Body, indent: str) -> list[str]:
         because = _because(plan, eqn.outvars[0]) if eqn.outvars else ""
         lines.append(f"{indent}{outs} = {eqn.name} {args}{because}")
         lines += _chosen(plan, eqn, indent)
+        if eqn.outvars and eqn.outvars[0] in plan.device_orders:
+            ids = _ids(plan.device_orders[eqn.outvars[0]])
+            lines.append(
+                f"{indent}    asked for on devices {ids}: inside, blocks stay in the mesh's order"
+            )
         for sub in eqn.bodies:
             lines += _listing(plan, sub, indent + "    ")
     return lines
+
+
+def _ids(order: tuple[int, ...]) -> str:
+    """`3, 1, 0, 2`, long lists shortened."""
+    return ", ".join(map(str, order[:16])) + (", ..." if len(order) > 16 else "")
 
 
 def _chosen(plan: Plan, eqn: Eqn, indent: str) -> list[str]:
@@ -191,7 +205,8 @@ def _chosen(plan: Plan, eqn: Eqn, indent: str) -> list[str]:
         return []
     choice, second = found
     as_completed = all(
-        l.sharding == plan.completion.sharding(v) for v, l in zip(eqn.outvars, choice.outs, strict=True)
+        l.sharding == plan.completion.sharding(v)
+        for v, l in zip(eqn.outvars, choice.outs, strict=True)
     )
     if as_completed and choice.bytes == 0:
         return []
@@ -244,7 +259,5 @@ def diff(plan: Plan, other: Plan) -> str:
         x, y = sharded(plan, a), sharded(other, b)
         if x != y:
             lines.append(f"{name(a)}: {x} -> {y}")
-    lines.append(
-        f"bytes sent by one device: {size(plan.comm_bytes)} -> {size(other.comm_bytes)}"
-    )
+    lines.append(f"bytes sent by one device: {size(plan.comm_bytes)} -> {size(other.comm_bytes)}")
     return "\n".join(lines)

@@ -82,14 +82,25 @@ def _assemble(eqn: Eqn) -> list[FactorRule]:
             ins[k] = [*dims[:dim], f, *dims[dim + 1 :]]
         linear = [arrays] if zero_fill else []
         rules.append(
-            b.build(ins, [dims], special=[dims[dim]], whole=parts, linear=linear, variant=" ".join(kinds))
+            b.build(
+                ins,
+                [dims],
+                special=[dims[dim]],
+                whole=parts,
+                linear=linear,
+                variant=" ".join(kinds),
+            )
         )
     return rules
 
 
 @functools.lru_cache(maxsize=4096)
 def assemble_plans(
-    shards: int, blocks: tuple[int, ...], sizes: tuple[int, ...], pieces: tuple[Piece, ...], out: int
+    shards: int,
+    blocks: tuple[int, ...],
+    sizes: tuple[int, ...],
+    pieces: tuple[Piece, ...],
+    out: int,
 ) -> tuple[Plan, ...]:
     """One plan that moves all pieces at once (their blocks joined), or one for each piece.
 

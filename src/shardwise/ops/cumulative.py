@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardwise.factors import FactorRule, RuleBuilder
-from shardwise.ops.reduce import identity
 from shardwise.halo import Device
+from shardwise.ops.reduce import identity
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
 

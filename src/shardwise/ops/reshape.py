@@ -1,8 +1,8 @@
 """`reshape`: dims split and merged, by common factors where they exist, by realignment where not.
 
-    (6, 8) <-> (48,)        factors 6 and 8: local for every contiguous split of either
-    (6, 4)  -> (24,)        over 8 devices: blocks of one row become blocks of three elements, which
-                            no common factor expresses: rows are realigned (GSPMD 4.3, Figure 5c)
+(6, 8) <-> (48,)        factors 6 and 8: local for every contiguous split of either
+(6, 4)  -> (24,)        over 8 devices: blocks of one row become blocks of three elements, which
+                        no common factor expresses: rows are realigned (GSPMD 4.3, Figure 5c)
 """
 
 from __future__ import annotations

@@ -87,22 +87,21 @@ def windowed(ctx: LocalContext, dot: Dot, lhs: Array, rhs: Array, dtype: Any) ->
     """
     window = ctx.window
     assert window is not None
-    left, right = map(_factors, ctx.rule.operands)
-    result = _factors(ctx.rule.results[0])
-    if window.operand is None:
-        ring = _Ring.of(window, result, ctx.mesh)
-        return _sums_around(ring, dot, ring.widened(lhs, left), ring.widened(rhs, right), left, right)
-    ring = _Ring.of(window, (left, right)[window.operand], ctx.mesh)
+    factors, result = [_factors(v) for v in ctx.rule.operands], _factors(ctx.rule.results[0])
+    i = window.operand
+    if i is None:
+        return _sums_around(_Ring.of(window, result, ctx.mesh), dot, lhs, rhs, *factors)
+    ring = _Ring.of(window, factors[i], ctx.mesh)
     adds = any(ctx.rule.op_of(f) for f in ring.cuts)
     out = ring.zeros(ctx.local_out(), result, _summed_in(dtype) if adds else dtype)
-    if window.operand == 0:
-        rhs = ring.widened(rhs, right)
-        part = lambda x, at: dot(x, ring.cut(rhs, right, at))  # noqa: E731
-        out = _operand_around(ring, part, lhs, out, result, adds)
-    else:
-        lhs = ring.widened(lhs, left)
-        part = lambda x, at: dot(ring.cut(lhs, left, at), x)  # noqa: E731
-        out = _operand_around(ring, part, rhs, out, result, adds)
+    moving, other = (lhs, rhs) if i == 0 else (rhs, lhs)
+    other = ring.widened(other, factors[1 - i])
+
+    def part(x: Array, at: Block) -> Array:
+        y = ring.cut(other, factors[1 - i], at)
+        return dot(x, y) if i == 0 else dot(y, x)
+
+    out = _operand_around(ring, part, moving, out, result, adds)
     return lax.slice(out, [0] * out.ndim, ctx.local_out()).astype(dtype)
 
 
@@ -168,7 +167,7 @@ class _Ring:
         return lax.ppermute(x, names, list(pairs))
 
     def whole(self, shape: Sequence[int], factors: Factors) -> list[int]:
-        """A local shape with the dims that are cut as long as all their blocks, padding included."""
+        """A local shape with the cut dims as long as all their blocks, padding included."""
         return [
             self.lengths[f] * self.mesh.size(self.cuts[f]) if f in self.cuts else n
             for n, f in zip(shape, factors, strict=True)
@@ -202,8 +201,13 @@ class _Ring:
 
 
 def _operand_around(
-    ring: _Ring, part: Callable[[Array, Block], Array], x: Array, out: Array, result: Factors, adds: bool
-) -> Array:  # fmt: skip
+    ring: _Ring,
+    part: Callable[[Array, Block], Array],
+    x: Array,
+    out: Array,
+    result: Factors,
+    adds: bool,
+) -> Array:
     """Blocks of an operand go around; every one gives its part of the result."""
 
     def turn(x: Array, out: Array, t: Array | int) -> Array:
@@ -224,6 +228,7 @@ def _sums_around(
     ring: _Ring, dot: Dot, lhs: Array, rhs: Array, left: Factors, right: Factors
 ) -> Array:
     """Sums of the result's blocks go around; every one gets a term on every device."""
+    lhs, rhs = ring.widened(lhs, left), ring.widened(rhs, right)
 
     def term(t: Array | int) -> Array:
         """In turn t the sum here has `size - 1 - t` places to go."""

@@ -64,7 +64,7 @@ def junk(dtype: Any) -> Any:
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.nan
-    if dtype == bool:
+    if dtype == np.dtype(bool):
         return True
     return np.iinfo(dtype).max // 3
 
