@@ -62,7 +62,7 @@ def by_in_shardings() -> Any:
         CONFIG, "final", lambda x, s: sw.annotate(x, s) if tensor_of(x) in ACTIVATIONS + ENDS else x
     )
     params, tokens = programs.abstract_arguments(CONFIG, programs.BATCH, programs.SEQ)
-    specs = {k: None for k in params} | {"layers": {k: None for k in params["layers"]}}
+    specs = dict.fromkeys(params) | {"layers": dict.fromkeys(params["layers"])}
     for name in WEIGHTS:
         specs["layers"][name] = P(None, *transformer.spec("final", name))
     plan = sw.spmd(step, mesh=sw.abstract_mesh(programs.MESH), in_shardings=(specs, None))

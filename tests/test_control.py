@@ -138,8 +138,6 @@ def test_gradients_are_added_up_on_each_device_and_reduced_once():
     args, specs = (f32(8, 8), f32(6, 64, 8)), (P(), P(None, "x"))
     plan = check(accumulated, args, {"x": 4}, in_shardings=specs, grad=False, wire=True)
     assert [(c.kind, c.count) for c in plan.collectives] == [("all-reduce", 1)]
-    plan = check(accumulated, args, {"x": 4}, in_shardings=specs, out_shardings=P("x"), grad=False)
-    assert [(c.kind, c.count) for c in plan.collectives] == [("reduce-scatter", 1)]
 
 
 def test_a_sum_that_the_body_reads_is_reduced_in_it():

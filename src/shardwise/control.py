@@ -60,7 +60,9 @@ def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     const_blocks = hand(p, eqn, consts, const_vars, const_s)
     x_blocks = hand(p, eqn, xs, eqn.invars[n + c :], [stacked(s) for s in x_s])
 
-    def step(shardings: Sequence[Sharding], carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Value], list[Value]]:  # fmt: skip
+    def step(
+        shardings: Sequence[Sharding], carry: Sequence[Any], x: Sequence[Any]
+    ) -> tuple[list[Value], list[Value]]:
         values = [
             p.value(v, b, s) for v, b, s in zip(const_vars, const_blocks, const_s, strict=True)
         ]

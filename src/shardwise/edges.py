@@ -77,10 +77,8 @@ def _equation(eqn: Eqn) -> list[Edge]:
     if eqn.name in ("annotation", "sharding_constraint"):
         return [tie(eqn.invars[0], eqn.outvars[0], eqn, "annotation")]
     rules = rules_of(eqn)
-    if not rules or not any(v.shape for v in eqn.outvars):
-        # nothing to tie, unless operands are tied among themselves (a full reduction)
-        if not rules or not any(v.shape for v in eqn.invars):
-            return []
+    if not rules or not any(v.shape for v in (*eqn.invars, *eqn.outvars)):
+        return []
     return [
         Edge(rules[0], [*eqn.invars, *eqn.outvars], PASSES[level_of(eqn.primitive)], eqn, eqn.name)
     ]

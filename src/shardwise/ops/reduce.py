@@ -34,8 +34,8 @@ def identity(op: str, dtype: Any) -> Any:
     if op == "prod":
         return np.ones((), dtype)
     if op == "and":
-        return np.array(True) if dtype == bool else ~np.zeros((), dtype)
-    if dtype == bool:
+        return np.array(True) if dtype == np.dtype(bool) else ~np.zeros((), dtype)
+    if dtype == np.dtype(bool):
         return np.array(op == "min")
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.array(-np.inf if op == "max" else np.inf).astype(dtype)

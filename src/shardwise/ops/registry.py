@@ -158,10 +158,7 @@ def layouts_for(
 def run_local(ctx: LocalContext, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     """Run an equation on local blocks: its own local code, or the primitive itself."""
     f = _LOCALS.get(eqn.primitive)
-    if f is not None:
-        out = f(ctx, eqn, *xs)
-    else:
-        out = eqn.primitive.bind(*xs, **eqn.params)
+    out = f(ctx, eqn, *xs) if f is not None else eqn.primitive.bind(*xs, **eqn.params)
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
