@@ -197,7 +197,7 @@ def test_uneven_dims():
 
 
 def test_part_of_an_axis():
-    """JAX names the shardings of what jit gives by the mesh's axes, or fails (`IndivisibleError`)."""
+    """What jit gives, JAX names by whole axes of the mesh, or fails (`IndivisibleError`)."""
 
     def fn(x: Any) -> Any:
         return jnp.sin(sw.annotate(x, P("x", "y[0:2]")))

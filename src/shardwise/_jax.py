@@ -35,8 +35,26 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return inner, consts
 
 
+def params_of(eqn: Any) -> dict[str, Any]:
+    """An equation's parameters, in the spelling of JAX 0.10 where versions differ."""
+    params = dict(eqn.params)
+    if "ft_in" in params:  # a scan of JAX 0.12: its operands are grouped by a tree
+        consts, carry, _ = params.pop("ft_in").unpack()
+        params["num_consts"], params["num_carry"] = len(consts), len(carry)
+        del params["ft_out"]
+    if eqn.primitive.name == "composite" and "call_jaxpr" in params:
+        params["jaxpr"] = params.pop("call_jaxpr")
+    return params
+
+
 def dce(closed: Any) -> Any:
-    """The same program without equations whose results nobody reads (carries of loops too)."""
+    """The same program without equations whose results nobody reads (carries of loops too).
+
+    What newer JAX keeps as one equation of a high-level primitive (`jnp.searchsorted`) is written
+    out, as jit does before it compiles.
+    """
+    if open_jaxpr(closed)[0].is_high:
+        closed = partial_eval.lower_jaxpr2(closed)
     jaxpr, consts = open_jaxpr(closed)
     if jaxpr.constvars and not consts:
         return closed

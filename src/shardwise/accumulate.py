@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from shardwise.program import Body, Eqn, Lit, Var
-from shardwise.sharding import Sharding
+from shardwise.sharding import Layout, Sharding
 
 LIMIT = 64 << 20  # bytes one device may spend on an accumulator that could have been split further
 
@@ -97,8 +97,6 @@ def _trial(
 
 def _affordable(p: Any, v: Var, plain: Sharding, pending: Sharding) -> bool:
     """Whether carrying terms costs no more memory than the split carry, or little."""
-    from shardwise.sharding import Layout
-
     def size(s: Sharding) -> int:
         return math.prod(Layout(v.shape, p.padded(v), s).local_shape(p.mesh)) * v.itemsize
 

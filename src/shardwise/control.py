@@ -16,7 +16,7 @@ from jax import lax
 from shardwise.accumulate import carry_shardings
 from shardwise.cost import comm
 from shardwise.ops.registry import LocalContext
-from shardwise.partition import Note, Partitioner
+from shardwise.partition import Handler, Note, Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.sharding import Sharding
 from shardwise.value import Value
@@ -214,7 +214,7 @@ def checkpoint(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     return p.run(body, values)
 
 
-HANDLERS: dict[str, Callable[[Partitioner, Eqn, list[Value]], list[Value]]] = {
+HANDLERS: dict[str, Handler] = {
     "annotation": annotation,
     "sharding_constraint": annotation,
     "scan": scan,

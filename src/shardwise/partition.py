@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,11 +82,23 @@ class Fallback:
     why: str
 
 
-class Partitioner:
-    """Runs bodies on local blocks.  One per trace of a plan."""
+Handler = Callable[["Partitioner", Eqn, list[Value]], list[Value]]
 
-    def __init__(self, completion: Completion, limits: Limits | None = None):
+
+class Partitioner:
+    """Runs bodies on local blocks.  One per trace of a plan.
+
+    `handlers` run the primitives that need more than a rule: control flow, annotations.
+    """
+
+    def __init__(
+        self,
+        completion: Completion,
+        limits: Limits | None = None,
+        handlers: Mapping[str, Handler] | None = None,
+    ):
         self.completion = completion
+        self.handlers = handlers or {}
         self.limits = limits or Limits()
         self.mesh: MeshAxes = completion.mesh
         self.notes: list[Note] = []
@@ -175,8 +187,6 @@ class Partitioner:
 
     def run(self, body: Body, values: Sequence[Value]) -> list[Value]:
         """Run a body on values for its inputs; returns values for its outputs."""
-        from shardwise.control import HANDLERS
-
         env: dict[Var, Value] = dict(zip(body.invars, values, strict=True))
         env.update({v: self.constant(v, x) for v, x in body.consts})
         self._count_uses(body)
@@ -186,8 +196,7 @@ class Partitioner:
 
         for eqn in body.eqns:
             ins = [read(v) for v in eqn.invars]
-            handler: Callable[..., list[Value]] = HANDLERS.get(eqn.name, Partitioner.equation)
-            outs = handler(self, eqn, ins)
+            outs = self.handlers.get(eqn.name, Partitioner.equation)(self, eqn, ins)
             env.update(zip(eqn.outvars, outs, strict=True))
             for v, out in zip(eqn.outvars, outs, strict=True):
                 if v in self.watch:

@@ -17,16 +17,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shardwise import _jax
+from shardwise.border import enter, leave
 from shardwise.complete import Completion, Given, complete
+from shardwise.control import HANDLERS
 from shardwise.convert import from_spec, to_spec
-from shardwise.cost import comm
+from shardwise.cost import comm, flops, memory
 from shardwise.cost.comm import Collective
 from shardwise.device_tensor import DeviceOrder
+from shardwise.explain import text
 from shardwise.mesh import MeshAxes
 from shardwise.partition import Fallback, Note, Partitioner
 from shardwise.program import Body, Eqn, Var
 from shardwise.resolve import from_constraint_params, resolve
-from shardwise.sharding import Sharding
+from shardwise.sharding import Layout, Sharding, padded_size
 from shardwise.windows import Limits
 
 
@@ -49,7 +52,7 @@ class Plan:
         self.mesh, self.body, self.completion = mesh, body, completion
         self.axes: MeshAxes = completion.mesh
         self.in_tree, self.out_tree, self.names = in_tree, out_tree, names
-        self.partitioner = Partitioner(completion, limits)
+        self.partitioner = Partitioner(completion, limits, HANDLERS)
         self.device_orders = device_orders or {}
 
     # -- shardings ---------------------------------------------------------------------------------
@@ -63,8 +66,6 @@ class Plan:
         return [self._layout(v) for v in self.completion.results]
 
     def _layout(self, v: Any) -> Any:
-        from shardwise.sharding import Layout, padded_size
-
         s = self.completion.sharding(v)
         # At the border every split dim has blocks of ceil(D/P), whatever the program uses inside.
         padded = tuple(
@@ -94,8 +95,6 @@ class Plan:
 
         It takes the arguments that are `passed`.
         """
-        from shardwise.border import enter, leave
-
         def run(*blocks: Any) -> list[Any]:
             p = self.partitioner
             p.reset()
@@ -170,14 +169,12 @@ class Plan:
         return out
 
     def _collective(self, f: comm.Found, note: Note | None) -> Collective:
-        from shardwise.explain.text import reason
-
         eqn = note.eqn if note else None
         return Collective(
             f.kind, self.axes.merge(f.atoms), self.axes.size(f.atoms), f.bytes, f.count,
             eqn.name if eqn and eqn.primitive else "result",
             eqn.source if eqn else "<result>",
-            reason(self, note) if note else "", f.shape, f.dtype, f.per_iteration,
+            text.reason(self, note) if note else "", f.shape, f.dtype, f.per_iteration,
         )  # fmt: skip
 
     @property
@@ -194,24 +191,18 @@ class Plan:
     @functools.cached_property
     def flops(self) -> float:
         """Floating-point operations of one device per call."""
-        from shardwise.cost.flops import flops
-
-        return flops(self.jaxpr)
+        return flops.flops(self.jaxpr)
 
     @functools.cached_property
     def peak_memory(self) -> int:
         """Bytes of one device: arguments and the largest set of values alive at once."""
-        from shardwise.cost.memory import peak_memory
-
-        return peak_memory(self.jaxpr)
+        return memory.peak_memory(self.jaxpr)
 
     # -- words -------------------------------------------------------------------------------------
 
     def explain(self) -> str:
         """The whole plan as text: values with shardings and reasons, collectives, fallbacks."""
-        from shardwise.explain.text import explain
-
-        return explain(self)
+        return text.explain(self)
 
     def why(self, name: str) -> str:
         """Why a value is sharded as it is: the chain of equations back to an annotation.
@@ -220,15 +211,11 @@ class Plan:
           name: an argument's name (`params['wi']` or `params.wi`), `result0`, or a value of
             `explain()`, like `v12`.
         """
-        from shardwise.explain.text import why
-
-        return why(self, name)
+        return text.why(self, name)
 
     def diff(self, other: Plan) -> str:
         """What changes from this plan to another of the same program."""
-        from shardwise.explain.text import diff
-
-        return diff(self, other)
+        return text.diff(self, other)
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.body.eqns)} equations on {self.axes}>"

@@ -19,10 +19,8 @@ from shardwise.program import Eqn, Var
 
 def find(*names: str) -> list[Any]:
     """Primitives by name, those this version of JAX has."""
-    spaces = (jp, lax)
-    return [
-        p for n in names if (p := next((getattr(s, n + "_p") for s in spaces if hasattr(s, n + "_p")), None))
-    ]  # fmt: skip
+    found = (getattr(space, f"{n}_p", None) for n in names for space in (jp, lax))
+    return list(dict.fromkeys(p for p in found if p is not None))
 
 
 def pointwise(eqn: Eqn, linear: tuple[tuple[int, ...], ...] = ()) -> FactorRule:
@@ -40,7 +38,7 @@ def pointwise(eqn: Eqn, linear: tuple[tuple[int, ...], ...] = ()) -> FactorRule:
 
 
 _NONLINEAR = find(
-    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", 
+    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "cbrt", "ceil", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow",
     "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "ne",

@@ -242,5 +242,3 @@ def _check_wire(plan: Plan, text: str) -> None:
         raise CheckFailed(
             f"the compiled program sends {sent:.0f} bytes, the plan says {plan.comm_bytes:.0f}:{table}"
         )
-
-

@@ -51,7 +51,7 @@ def fuzz(
 
 def program_of(seed: int, steps: int = 6) -> Any:
     """The program of a seed."""
-    from shardwise.testing.programs import random_program
+    from shardwise.testing.operations import random_program
 
     rng = np.random.default_rng(seed)
     return random_program(lambda options: options[int(rng.integers(len(options)))], steps)

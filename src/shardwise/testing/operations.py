@@ -1,7 +1,7 @@
-"""The operations random programs are made of, a function each: the program so far, to one value more.
+"""Random programs, and the operations they are made of, a function each.
 
-Each takes the builder and the latest value and emits one line.  What cannot be done to a value of
-that shape or dtype raises ValueError, and is not drawn.
+An operation takes the builder and the latest value and emits one line.  What cannot be done to a value
+of that shape or dtype raises ValueError, and is not drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from shardwise.testing.programs import Builder, Value
+from shardwise.testing.programs import DIMS, MESHES, Builder, Choose, Program, Value
 
 Operation = Callable[[Builder, Value], Value]
 
@@ -267,7 +267,9 @@ def scan(b: Builder, v: Value) -> Value:
     which = b.choose([0, 1])
     reverse = b.choose([False, True])
     step = "lambda c, x: (0.5 * c + x, jnp.sin(c) * x)"
-    return b.emit(f"lax.scan({step}, jnp.zeros({v.shape[1:]}), {v.name}, reverse={reverse})[{which}]", [v])
+    return b.emit(
+        f"lax.scan({step}, jnp.zeros({v.shape[1:]}), {v.name}, reverse={reverse})[{which}]", [v]
+    )
 
 
 def scan_weights(b: Builder, v: Value) -> Value:
@@ -324,3 +326,31 @@ OPERATIONS: tuple[Operation, ...] = (
     dynamic_slice, dynamic_update, scatter_add, scan, scan_weights, accumulate, loop, cond,
     checkpoint, mapped, convert, noise,
 )  # fmt: skip
+
+
+def random_program(choose: Choose, steps: int = 6) -> Program:
+    """A program of up to `steps` operations."""
+    b = Builder(choose, choose(MESHES))
+    dtype = choose(("float32",) * 5 + ("int32",))
+    v = b.new([choose(DIMS) for _ in range(choose((2, 1, 3)))], dtype)
+    b.values.append(v)
+    for _ in range(choose(range(1, steps + 1))):
+        operation = choose(OPERATIONS)
+        before = len(b.program.args), len(b.program.lines)
+        try:
+            v = operation(b, v)
+        except (TypeError, ValueError, ZeroDivisionError, IndexError):
+            # Not possible for this shape or dtype: as if it had not been drawn.
+            del b.program.args[before[0] :], b.program.in_specs[before[0] :]
+            del b.program.lines[before[1] :]
+            continue
+        b.values.append(v)
+        if b.chance(3):
+            v = b.emit(f"sw.annotate({v.name}, {b.spec(v.rank, open_dims=True)})", [v], exact=True)
+            b.values.append(v)
+    kept = [v]
+    if b.chance(3):
+        kept.append(choose(b.values))
+    b.program.results = [k.name for k in kept]
+    b.program.out_specs = [b.spec(k.rank) if b.chance(2) else "None" for k in kept]
+    return b.program

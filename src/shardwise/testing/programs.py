@@ -155,40 +155,9 @@ class Builder:
                 entries[dim].append(axis)
         texts = [repr(e[0]) if len(e) == 1 else repr(tuple(e)) if e else "None" for e in entries]
         if open_dims:
-            texts = [
-                "P.UNCONSTRAINED" if t == "None" and self.chance(3) else t for t in texts
-            ]
+            texts = ["P.UNCONSTRAINED" if t == "None" and self.chance(3) else t for t in texts]
         return f"P({', '.join(texts)})"
 
 
 def _orders(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(names), tuple(reversed(names))]
-
-
-def random_program(choose: Choose, steps: int = 6) -> Program:
-    """A program of up to `steps` operations."""
-    from shardwise.testing.operations import OPERATIONS
-
-    b = Builder(choose, choose(MESHES))
-    v = b.new([choose(DIMS) for _ in range(choose((2, 1, 3)))])
-    b.values.append(v)
-    for _ in range(choose(range(1, steps + 1))):
-        operation = choose(OPERATIONS)
-        before = len(b.program.args), len(b.program.lines)
-        try:
-            v = operation(b, v)
-        except (TypeError, ValueError, ZeroDivisionError, IndexError):
-            # Not possible for this shape or dtype: as if it had not been drawn.
-            del b.program.args[before[0] :], b.program.in_specs[before[0] :]
-            del b.program.lines[before[1] :]
-            continue
-        b.values.append(v)
-        if b.chance(3):
-            v = b.emit(f"sw.annotate({v.name}, {b.spec(v.rank, open_dims=True)})", [v], exact=True)
-            b.values.append(v)
-    kept = [v]
-    if b.chance(3):
-        kept.append(choose(b.values))
-    b.program.results = [k.name for k in kept]
-    b.program.out_specs = [b.spec(k.rank) if b.chance(2) else "None" for k in kept]
-    return b.program

@@ -110,9 +110,7 @@ def run_blocks(
     def body(*xs: Any) -> list[Any]:
         return [y[None] for y in f(*(x[0] for x in xs))]
 
-    run = jax.jit(
-        jax.shard_map(body, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False)
-    )
+    run = jax.jit(jax.shard_map(body, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False))
     outs = run(*(np.stack(b) for b in blocks))
     return [[np.asarray(o[d]) for d in range(mesh.device_count)] for o in outs]
 
@@ -166,9 +164,7 @@ def _compare(
         if got[d].shape != layout.local_shape(mesh):
             return f"local shape {got[d].shape}, the layout says {layout.local_shape(mesh)}"
         others = [a for a in mesh.atoms if a not in layout.sharding.partial]
-        terms = [
-            got[e] for e, c in enumerate(coords) if all(c[a] == coord[a] for a in others)
-        ]
+        terms = [got[e] for e, c in enumerate(coords) if all(c[a] == coord[a] for a in others)]
         value = _REDUCE[layout.sharding.op](terms) if layout.sharding.partial else got[d]
         a = valid_part(value, layout, d, mesh)
         b = valid_part(block(want, layout, d, mesh, 0), layout, d, mesh)
@@ -176,9 +172,7 @@ def _compare(
             return f"dtype {a.dtype}, should be {b.dtype}"
         exact = not jnp.issubdtype(a.dtype, jnp.inexact)
         same = (
-            np.array_equal(a, b)
-            if exact
-            else np.allclose(a, b, rtol=tol, atol=tol, equal_nan=True)
+            np.array_equal(a, b) if exact else np.allclose(a, b, rtol=tol, atol=tol, equal_nan=True)
         )
         if not same:
             return f"device {d} has {a.tolist()}, should have {b.tolist()}"

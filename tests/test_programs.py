@@ -1,0 +1,175 @@
+"""Random programs, one device against many; and that `check`, their oracle, sees what is wrong.
+
+A longer run: `python -m shardwise.testing.fuzz --seconds 600 --seed 1`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardwise as sw
+from shardwise.testing import CheckFailed, check, fuzz
+from shardwise.testing.operations import OPERATIONS, random_program
+from shardwise.testing.programs import Program
+
+AXES = {"x": 2, "y": 2}
+X = np.arange(24, dtype=np.float32).reshape(4, 6) / 24
+
+
+@st.composite
+def programs(draw: Callable[..., Any]) -> Program:
+    return random_program(lambda options: draw(st.sampled_from(list(options))))
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(programs())
+def test_random_programs(program: Program):
+    hypothesis.note(program.text())
+    program.run()
+
+
+def test_every_operation_is_drawn():
+    """None is dead: each makes a line in one of the first few hundred programs."""
+    text = "\n".join(fuzz.program_of(seed).function() for seed in range(300))
+    drawn = {name for name in SIGNS if re.search(SIGNS[name], text)}
+    assert set(SIGNS) - drawn == set()
+    assert {f.__name__.strip("_") for f in OPERATIONS} == set(SIGNS)
+
+
+SIGNS = {
+    "unary": r"jnp\.tanh", "binary": r"= a\d \* |= v\d \* a", "bias": r"= v\d \+ a\d", "dot": "einsum",
+    "select": r"where\(a", "causal_mask": r"where\(jnp\.arange", "positions": "iota", "clamp": "clip",
+    "reduce": r"jnp\.(sum|mean)\(", "reduce_exact": r"jnp\.arg", "reduce_bool": r"jnp\.(any|all)",
+    "product": "prod", "cumulative": "cumsum", "cumulative_exact": "cummax", "softmax": "softmax",
+    "layernorm": "rsqrt", "transpose": "transpose", "reshape": "reshape", "broadcast": "broadcast_to",
+    "squeeze": "index_in_dim", "slice": "= lax.slice_in_dim", "reverse": r"lax\.rev", "roll": "roll",
+    "pad": r"lax\.pad", "concatenate": "concatenate", "take_rows": r"jnp\.take\(",
+    "take_along": "take_along", "dynamic_slice": r"dynamic_slice", "dynamic_update": "dynamic_update",
+    "scatter_add": r"\.add\(", "scan": "0.5 * c".replace("*", r"\*"), "scan_weights": "h @ w",
+    "accumulate": r"g \+ x\.T", "loop": "fori_loop", "cond": r"lax\.cond", "checkpoint": "checkpoint",
+    "mapped": "vmap", "convert": "astype", "noise": "uniform",
+}  # fmt: skip
+
+
+def test_a_program_is_its_text():
+    """The text alone reproduces it: it runs as it stands."""
+    program = fuzz.program_of(3)
+    assert program.text() == fuzz.program_of(3).text()
+    exec(compile(program.text(), "<program>", "exec"), {})
+
+
+def test_fuzz_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """A failure is printed with its seed and the script that reproduces it."""
+    assert fuzz.report(*fuzz.fuzz(60, seed=0, steps=2, count=2)) == 0
+    assert capsys.readouterr().out == "2 programs, 0 failures\n"
+
+    def fail(self: Program) -> None:
+        raise CheckFailed("result: wrong")
+
+    monkeypatch.setattr(Program, "run", fail)
+    assert fuzz.report(*fuzz.fuzz(60, seed=7, count=1)) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "seed 7: CheckFailed: result: wrong\n\n# seed 7\n# CheckFailed: result: wrong\n"
+    )
+    assert fuzz.program_of(7).text() in out
+    assert out.endswith("1 programs, 1 failures\n")
+
+
+# --- the oracle ---------------------------------------------------------------------------------
+
+
+def message(f: Callable[..., Any], *args: Any, **options: Any) -> str:
+    with pytest.raises(CheckFailed) as e:
+        check(f, args, AXES, **options)
+    return str(e.value)
+
+
+def wrong(x: Any, other: Any) -> Any:
+    """`x` on one device, something else in a partitioned program."""
+    return jax.tree.map(lambda x, y: jnp.where(_partitioned(x), y, x), x, other)
+
+
+def _partitioned(x: Any) -> Any:
+    """Whether this is traced by `spmd`: only there an argument's trace has no jit around it."""
+    import inspect
+
+    return any(frame.function == "_make_plan" for frame in inspect.stack())
+
+
+def test_check_sees_wrong_values():
+    f = lambda x: {"y": wrong(x, x.at[2, 1].set(7.0)), "n": x.sum()}  # noqa: E731
+    assert message(f, X, in_shardings=P("x")) == (
+        "result['y']: float32[4,6] differs from the one-device run\n"
+        "  1 of 24 entries are wrong; first at [2, 1]: 7.0, should be 0.5416666865348816\n"
+        "  it lies [x, -] on the mesh x=2 y=2\n"
+        "  in_shardings (P('x', None),)\n"
+        "  collectives 1 all-reduce"
+    )
+
+
+def test_check_sees_wrong_shapes_types_and_trees():
+    assert "  shape [6]\n" in message(lambda x: x[0] if _partitioned(x) else x, X)
+    assert "  dtype int32\n" in message(lambda x: x.astype(int) if _partitioned(x) else x, X)
+    assert message(lambda x: (x,) if _partitioned(x) else x, X) == (
+        "result: tree PyTreeDef((*,)), should be PyTreeDef(*)"
+    )
+
+
+def test_check_sees_nan():
+    assert "should be 0.0" in message(lambda x: wrong(x, x.at[0, 0].set(np.nan)), X)
+
+
+def test_check_sees_wrong_gradients():
+    @jax.custom_vjp
+    def f(x: Any) -> Any:
+        return x * 2
+
+    f.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * (3 if _partitioned(ct) else 2),))
+    check(f, (X,), AXES, grad=False)
+    assert message(f, X).startswith("gradient[0]: float32[4,6] differs from the one-device run\n")
+    check(lambda x, y: f(x) + y, (X, X), AXES, grad=[1])
+
+
+def test_check_sees_copies_that_differ(monkeypatch: pytest.MonkeyPatch):
+    """What is said to be replicated must be the same bits on every device."""
+    from shardwise.plan import Plan
+
+    honest = Plan.device_function
+
+    def lying(plan: Plan) -> Callable[..., Any]:
+        run = honest(plan)
+        return lambda *xs: [y + lax.axis_index("y") * 1e-9 for y in run(*xs)]
+
+    monkeypatch.setattr(Plan, "device_function", lying)
+    fault = message(lambda x: x.sum(0) * 1e-9, X, in_shardings=P("x"), grad=False)
+    assert "  devices 0 and 1 hold different copies of one block\n" in fault
+
+
+def test_check_pins_collectives():
+    f, specs = lambda x: jnp.sin(x).sum(0), P("x")
+    plan = check(f, (X,), AXES, specs, kinds={"all-reduce": 1}, bytes=24, wire=True)
+    assert isinstance(plan, sw.Plan)
+    fault = message(f, X, in_shardings=specs, kinds=["all-gather"])
+    assert fault.startswith("collectives {'all-reduce': 1}, should be {'all-gather': 1}:\n  ")
+    fault = message(f, X, in_shardings=specs, bytes=25)
+    assert fault.startswith("24 bytes sent, should be 25:\n  ")
+
+
+def test_check_compares_with_what_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    from shardwise import hlo
+
+    monkeypatch.setattr(hlo, "wire_bytes", lambda text: 30.0)
+    fault = message(lambda x: x.sum(0), X, in_shardings=P("x"), wire=True, grad=False)
+    assert fault.startswith("the compiled program sends 30 bytes, the plan says 24:\n  ")
