@@ -208,11 +208,12 @@ def test_in_both_passes_of_a_weight_split_over_the_batch_axis():
 
 def test_copies_of_a_result_are_not_added_up_in_different_orders():
     """Every device would meet the blocks of the contracted dim in its own order."""
-    args, ins = (f32(2, 4096), f32(4096, 1)), (P(None, "x"), P("y"))
-    mesh = {"x": 2, "y": 2}
-    plan = planned(jnp.matmul, args, mesh, in_shardings=ins, windowed_einsum=0)
-    for w in windows(plan):
-        assert w.operand is None
+    shapes = (64, 8), (8, 2)
+    ins, out = (P(None, None), P("x", None)), P(None, None)
+    plan = check(jnp.matmul, arrays(*shapes), {"x": 4}, ins, out, windowed_einsum=0)
+    assert [c.kind for c in plan.collectives] == ["all-gather"]
+    assert plan.collectives[0].op == "dot_general"
+    assert not windows(plan)
 
 
 def test_short_floats_are_added_up_in_single_precision():

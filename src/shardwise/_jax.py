@@ -196,8 +196,9 @@ def no_context_mesh() -> Any:
 def automatic_context_mesh() -> Any:
     """A context in which the mesh of `jax.set_mesh`, if there is one, has axes of type Auto."""
     mesh = jax.sharding.get_abstract_mesh()
+    automatic = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     return jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+        jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=automatic)
     )
 
 
@@ -210,3 +211,9 @@ def without_types(x: Any) -> Any:
         mesh = jax.sharding.Mesh(s.mesh.devices, s.mesh.axis_names)
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, s.spec))
     return x
+
+
+def tracing_platform() -> str:
+    """The platform of the devices shard_map is being traced for; empty on a mesh without devices."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or ""

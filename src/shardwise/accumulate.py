@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from shardwise.ops.registry import rules_of
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.sharding import Layout, Sharding
 
@@ -58,11 +59,35 @@ def carry_shardings(
     }
     if not sums:
         return plain
+    terms = {i: dict.fromkeys(summands(body, a), eqn.params["length"]) for i, a in sums.items()}
+    for t in terms.values():
+        p.terms.update(t)
     pending = _trial(p, body, carries, init, plain, step, xs, sums)
     out = list(plain)
     for i, s in pending.items():
         if s is not None and _affordable(p, carries[i], plain[i], s):
             out[i] = s
+        else:
+            for v in terms[i]:
+                del p.terms[v]
+    return out
+
+
+def summands(body: Body, v: Var) -> list[Var]:
+    """A value and those it is a linear function of, each read by the next only (through checkpoints)."""
+    out = [v]
+    producer = {o: e for e in body.eqns for o in e.outvars}
+    eqn = producer.get(v)
+    if eqn is None:
+        return out
+    if eqn.name in ("checkpoint", "remat", "remat2"):
+        inner = eqn.bodies[0].outvars[eqn.outvars.index(v)]
+        return out + ([] if isinstance(inner, Lit) else summands(eqn.bodies[0], inner))
+    reads = [x for e in body.eqns for x in dict.fromkeys(e.invars)] + body.outvars
+    linear = {i for r in rules_of(eqn)[:1] for group in r.linear for i in group}
+    for i, x in enumerate(eqn.invars):
+        if i in linear and not isinstance(x, Lit) and reads.count(x) == 1 and x in producer:
+            out += summands(body, x)
     return out
 
 
@@ -97,6 +122,7 @@ def _trial(
 
 def _affordable(p: Any, v: Var, plain: Sharding, pending: Sharding) -> bool:
     """Whether carrying terms costs no more memory than the split carry, or little."""
+
     def size(s: Sharding) -> int:
         return math.prod(Layout(v.shape, p.padded(v), s).local_shape(p.mesh)) * v.itemsize
 

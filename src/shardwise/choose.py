@@ -57,13 +57,20 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result as the choice sees it: `wanted` is the completed sharding, `open` that nobody asked."""
+    """A result as the choice sees it.
+
+    Attributes:
+      wanted: the completed sharding, or its only reader's; `open`: nobody asked for one.
+      terms: as a pending sum it is one of so many that are finished together (a loop adds them up), so
+        finishing costs that part.
+    """
 
     shape: tuple[int, ...]
     padded: tuple[int, ...]
     itemsize: int
     wanted: Sharding
     open: bool = False
+    terms: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,14 +325,13 @@ def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
 
 def _deliver(r: Result, layout: Layout, mesh: MeshAxes) -> float:
     """Bytes from the layout computed to the one wanted."""
-    if r.open:
-        if not layout.sharding.partial:
-            return 0.0
-        # nobody asked for a layout: at least a reduce-scatter will be paid
-        n = math.prod(layout.local_shape(mesh)) * r.itemsize
-        g = mesh.size(layout.sharding.partial)
-        return n * (g - 1) / g
-    return reshard_bytes(layout, r.wanted, r.itemsize, mesh)
+    terms = r.terms if layout.sharding.op == "sum" and layout.sharding.partial else 1
+    if not r.open:
+        return reshard_bytes(layout, r.wanted, r.itemsize, mesh) / terms
+    # nobody asked for a layout: a pending sum will pay for a reduce-scatter at least
+    n = math.prod(layout.local_shape(mesh)) * r.itemsize
+    g = mesh.size(layout.sharding.partial)
+    return n * (g - 1) / g / terms
 
 
 def _work(

@@ -107,6 +107,7 @@ class Partitioner:
         self.eqn_choices: dict[Eqn, tuple[Choice, Choice | None]] = {}
         self.uses: dict[Var, Counter[str]] = {}
         self.sole_reader: dict[Var, Var] = {}
+        self.terms: dict[Var, int] = {}  # values a loop adds up: how many terms are finished together
         self._counted: set[Body] = set()
         self.watch: dict[Var, Value | None] = {}  # values a trial run wants to see
 
@@ -285,8 +286,9 @@ class Partitioner:
         )  # fmt: skip
         results = tuple(
             Result(
-                v.shape, self.padded(v), v.itemsize, self.asked(v), v not in self.completion.axes
-            )
+                v.shape, self.padded(v), v.itemsize, self.asked(v),
+                v not in self.completion.axes, self.terms.get(v, 1),
+            )  # fmt: skip
             for v in eqn.outvars
         )
         params: Any = None

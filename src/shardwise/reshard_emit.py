@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardwise import _jax
 from shardwise.mesh import MeshAxes
 from shardwise.reshard_model import Step, common, emulated
 from shardwise.reshard_rounds import rounds
@@ -167,11 +168,29 @@ def _reduce_scatter(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> 
     order = tuple(won.values())
     atoms = sum(order, ())
     if op == "sum" and len(won) == 1:
-        return lax.psum_scatter(x, atoms, scatter_dimension=next(iter(won)), tiled=True)
+        (dim,) = won
+        if (via := _wider(x, dim, mesh.size(atoms))) is not None:
+            y = lax.psum_scatter(x, atoms, scatter_dimension=via, tiled=True)
+            return lax.all_to_all(y, atoms, split_axis=dim, concat_axis=via, tiled=True)
+        return lax.psum_scatter(x, atoms, scatter_dimension=dim, tiled=True)
     x = _to_front(x, {d: (axes,) for d, axes in won.items()}, order, mesh)
     if op == "sum":
         return lax.psum_scatter(x, atoms, scatter_dimension=0, tiled=False)
     return _reduced(lax.all_to_all(x, atoms, split_axis=0, concat_axis=0, tiled=True), op)
+
+
+def _wider(x: Array, dim: int, group: int) -> int | None:
+    """The dim to scatter over instead of the minor one, on TPUs, where blocks of that would be narrow.
+
+    The TPU compiler makes an all-reduce, twice the bytes, of a reduce-scatter of 16-bit sums to blocks
+    less than 256 wide.  Scattering another dim is a true reduce-scatter, and an all-to-all of the
+    blocks, 1/group of the bytes, turns them.
+    """
+    narrow = x.shape[dim] // group < 256 and x.dtype.itemsize <= 2
+    if dim != x.ndim - 1 or not narrow or _jax.tracing_platform() != "tpu":
+        return None
+    others = [d for d in range(x.ndim - 1) if x.shape[d] % group == 0]
+    return max(others, key=lambda d: (x.shape[d], d), default=None)
 
 
 # ---- reductions ----------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ CASES: dict[str, tuple[str, Callable[..., Any], list[Any]]] = {
     "pad-2d": ("pad", padded((1, 2, 0), (-1, 0, 1), value=3), [values(6, 5)]),
     "concatenate": ("concatenate", joined(), [values(16), values(16, seed=1)]),
     "concatenate-uneven": ("concatenate", joined(), [values(5), values(1), values(9)]),
+    "concatenate-each": ("concatenate", joined(), [values(5), values(31, seed=1)]),
     "concatenate-empty": ("concatenate", joined(), [values(5), values(0), values(4)]),
     "concatenate-dim-1": ("concatenate", joined(1), [values(3, 4), values(3, 7)]),
     "rev": ("rev", reversed_(0), [values(16)]),

@@ -94,7 +94,7 @@ def _walk(
             yield from _found(eqn, name, mesh, times, unknown, note)
         elif name == "scan":
             inner = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
-            yield from _walk(inner, mesh, times * eqn.params["length"], unknown, None)
+            yield from _walk(inner, mesh, times * eqn.params["length"], unknown, note)
         elif name == "while":
             for key in ("cond_jaxpr", "body_jaxpr"):
                 yield from _walk(_jax.open_jaxpr(eqn.params[key])[0], mesh, times, True, note)

@@ -39,7 +39,8 @@ def pointwise(eqn: Eqn, linear: tuple[tuple[int, ...], ...] = ()) -> FactorRule:
 
 _NONLINEAR = find(
     "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "cbrt", "ceil", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "bessel_i1e", "cbrt", "ceil", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv",
+    "erfc", "exp", "exp2",
     "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow",
     "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "ne",
     "nextafter", "not", "or", "polygamma", "population_count", "pow", "reduce_precision",

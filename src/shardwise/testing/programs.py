@@ -152,11 +152,18 @@ class Builder:
         for axis in self.choose(_orders(self.axes.names)):
             dim = self.choose([*range(rank), None])
             if dim is not None:
-                entries[dim].append(axis)
+                entries[dim].append(self.choose(_parts(axis, self.axes)) if self.chance(6) else axis)
         texts = [repr(e[0]) if len(e) == 1 else repr(tuple(e)) if e else "None" for e in entries]
         if open_dims:
             texts = ["P.UNCONSTRAINED" if t == "None" and self.chance(3) else t for t in texts]
         return f"P({', '.join(texts)})"
+
+
+def _parts(axis: str, mesh: MeshAxes) -> list[str]:
+    """The axis, and parts of it as reports print them: `x[0:2]` and `x[2:8]` of 8."""
+    atoms = mesh.expand(axis)
+    cuts = range(1, len(atoms))
+    return [axis, *(p for k in cuts for p in (*mesh.merge(atoms[:k]), *mesh.merge(atoms[k:])))]
 
 
 def _orders(names: Sequence[str]) -> list[tuple[str, ...]]:
