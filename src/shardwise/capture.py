@@ -14,6 +14,7 @@ import jax
 
 from shardwise import _jax
 from shardwise.merge import merge
+from shardwise.pairing import pair_rows
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.spelling import respell
 
@@ -69,6 +70,7 @@ class _Capture:
         self.bind_consts(inner, consts, env, body)
         self.equations(inner, env, body)
         body.outvars = [self.read(env, v) for v in inner.outvars]
+        pair_rows(body, lambda shape, dtype: self.var(jax.ShapeDtypeStruct(shape, dtype)))
         prune(body)
         return body
 

@@ -239,18 +239,18 @@ def _pads(
 ) -> bool:
     """Whether every dim's padded size splits evenly: one class of dims, one padded size.
 
-    A factor of a compound dim splits evenly or not at all, so its other dims must have no padding.
+    A factor of a compound dim splits evenly or not at all, so its other dims must have no padding;
+    neither must those of a factor the rule says so of.
     """
-    compound = {
-        f for dims in (*rule.operands, *rule.results) for fs in dims if len(fs) > 1 for f in fs
-    }
+    dims_of_all = (*rule.operands, *rule.results)
+    unpadded = {f for dims in dims_of_all for fs in dims if len(fs) > 1 for f in fs} | rule.even
     for values, dims_of in ((operands, rule.operands), (results, rule.results)):
         for v, dims in zip(values, dims_of, strict=True):
             for size, padded, factors in zip(v.shape, v.padded, dims, strict=True):
                 shards = mesh.size(dim_axes(factors, a))
                 if shards > 1 and (padded % shards or size == 0):
                     return False
-                if shards > 1 and padded != size and not compound.isdisjoint(factors):
+                if shards > 1 and padded != size and not unpadded.isdisjoint(factors):
                     return False
     return True
 

@@ -33,7 +33,7 @@ class FactorRule:
       sizes: factor -> its size (for a special factor the size on the operand).
       reduced: (factor, op) pairs: when the factor is split, the results are partial with `op`.
       special: factors whose split needs the op's own code (`ops.local`) and its price (`ops.comm`).
-      whole: factors that cannot be split.
+      whole: factors that cannot be split; `even`: that can be split only where their size divides.
       linear: groups of operands in which the op is jointly linear, so that a pending sum on all of
         a group may be carried through: `mul` has ((0,), (1,)), `add` has ((0, 1),).
       variant: which of an op's several rules this is, for its local code.
@@ -45,6 +45,7 @@ class FactorRule:
     reduced: tuple[tuple[int, str], ...] = ()
     special: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
+    even: frozenset[int] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     variant: str = ""
 
@@ -92,6 +93,7 @@ class RuleBuilder:
         reduced: dict[int, str] | None = None,
         special: Iterable[int] = (),
         whole: Iterable[int] = (),
+        even: Iterable[int] = (),
         linear: Iterable[Iterable[int]] = (),
         variant: str = "",
     ) -> FactorRule:
@@ -109,6 +111,7 @@ class RuleBuilder:
             tuple(sorted((reduced or {}).items())),
             frozenset(special),
             frozenset(whole),
+            frozenset(even),
             tuple(tuple(g) for g in linear),
             variant,
         )
@@ -143,7 +146,7 @@ def assignment_fits(rule: FactorRule, assignment: Assignment, mesh: MeshAxes) ->
                     return False
                 seen.update(atoms)
                 shards = mesh.size(atoms)
-                if len(factors) > 1 and rule.sizes[f] % shards:
+                if (len(factors) > 1 or f in rule.even) and rule.sizes[f] % shards:
                     return False
                 whole_before = shards == rule.sizes[f]
     return not any(assignment.get(f) for f in rule.whole)

@@ -267,6 +267,19 @@ def test_prices(case: str) -> None:
     assert tied_bytes(f, args, primitive) == rows * ROW
 
 
+def test_what_shrinks_moves_first() -> None:
+    """Two of 64 rows over x: one row of 32 columns; then a column of what is left, over y."""
+    f = sliced((1, 3, 1), (1, 64, 1))
+    eqn, found = contexts(f, [shape(64, 64)], {"x": 2, "y": 2}, "slice")
+    (ctx,) = [
+        c
+        for c in found
+        if c.outs[0].sharding.axes == c.ins[0].sharding.axes == (("x",), ("y",))
+        and not c.outs[0].sharding.partial
+    ]
+    assert comm_bytes(ctx, eqn) == 32 * 4 + 1 * 4
+
+
 def test_a_small_update_of_a_split_dim_is_free() -> None:
     args = [shape(4096, 128), shape(4, 128), START, START]
     eqn, found = contexts(updated, args, {"x": 8}, "dynamic_update_slice")

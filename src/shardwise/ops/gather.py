@@ -4,8 +4,8 @@
     take_along_axis      b v, b k 1 -> b k     sum=v
 
 A split addressed dim costs nothing inside the op: each device reads what its block holds, and the
-result is a pending sum in which every other device's term is zero (GSPMD 3.4 and 4.3; the masked
-local gather of embeddings).  The sum is finished where the consumer needs it.
+result is a pending sum in which every other device's term is zero.  It is finished where, and in
+the layout in which, the consumer needs it.
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ class LocalContext:
 
     def block_index(self, atoms: Sequence[str]) -> Any:
         """This device's block number over `atoms` (int32, 0 when there are none)."""
-        return lax.axis_index(tuple(atoms)) if atoms else jnp.int32(0)
+        if not atoms:
+            return jnp.int32(0)
+        return lax.axis_index(atoms[0] if len(atoms) == 1 else tuple(atoms))
 
     def global_iota(self, layout: Layout, dim: int) -> Any:
         """Global positions of this device's block of `dim`, an int32 vector of the block's length."""

@@ -16,8 +16,9 @@ from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.halo import window, window_rows
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
+from shardwise.shuffle import Shuffle, Split, plan_shuffle, shuffle
 
-FLAT = "flat"
+FLAT, TURNED = "flat", "turned"
 
 
 def common_factors(
@@ -101,7 +102,7 @@ def _reshape(eqn: Eqn) -> list[FactorRule]:
     """`(a b) c -> a b c`: compound dims on either side; factors of one side only stay whole.
 
     Flat: the major dim of a unit is split on both sides, over the same atoms, and blocks of elements
-    are realigned; whatever the sizes.
+    are realigned; whatever the sizes.  Turned: any dim of the unit is split on either side, evenly.
     """
     x, (y,) = eqn.invars[0], eqn.outvars
     if 0 in x.shape:
@@ -121,33 +122,49 @@ def _by_factors(src: tuple[int, ...], dst: tuple[int, ...]) -> FactorRule:
 
 
 def _flat(eqn: Eqn, src: tuple[int, ...], dst: tuple[int, ...]) -> list[FactorRule]:
-    flat = _flat_units(eqn)
-    if not flat:
+    """The rules that move data: flat for all units at once, turned for one unit at a time."""
+    changed = _flat_units(eqn)
+    if not changed:
         return []
+    majors = {tuple(a): (_major(a, src), _major(b, dst)) for a, b in changed}
+    rules = [_tied(src, dst, majors, FLAT)]
+    for left, right in changed:
+        for i in left:
+            for j in right:
+                if (i, j) != majors[tuple(left)] and src[i] > 1 and dst[j] > 1:
+                    rules.append(_tied(src, dst, {tuple(left): (i, j)}, f"{TURNED} {i} {j}"))
+    return rules
+
+
+def _tied(
+    src: tuple[int, ...], dst: tuple[int, ...], ties: dict[tuple[int, ...], tuple[int, int]], variant: str
+) -> FactorRule:
+    """A rule by which, in some units, one dim of either side is tied to one of the other."""
     b = RuleBuilder()
     ins: list[int | None] = [None] * len(src)
     outs: list[int | None] = [None] * len(dst)
     special, whole = [], []
     for left, right in units(src, dst):
-        if (left, right) not in flat:
-            same = iter([b.factor(src[i]) for i in left if src[i] > 1])
-            for i in left:
-                ins[i] = next(same) if src[i] > 1 else None
-            same = iter([ins[i] for i in left if src[i] > 1])
-            for j in right:
-                outs[j] = next(same) if dst[j] > 1 else None
+        a, c = [i for i in left if src[i] > 1], [j for j in right if dst[j] > 1]
+        if [src[i] for i in a] == [dst[j] for j in c]:
+            for i, j in zip(a, c, strict=True):
+                ins[i] = outs[j] = b.factor(src[i])
             continue
-        major = b.factor(src[_major(left, src)])
-        special.append(major)
-        for side, dims, shape in ((ins, left, src), (outs, right, dst)):
+        tie = ties.get(tuple(left))
+        for side, dims, shape in ((ins, a, src), (outs, c, dst)):
             for d in dims:
-                if d == _major(dims, shape):
-                    side[d] = major
-                else:
-                    side[d] = b.factor(shape[d])
+                side[d] = b.factor(shape[d])
+                if tie is None or d != tie[side is outs]:
                     whole.append(side[d])
-    rule = b.build([ins], [outs], special=special, whole=whole, linear=((0,),), variant=FLAT)
-    return [rule]
+        if tie is not None:
+            f = outs[tie[1]] = ins[tie[0]]
+            special.append(f)
+            if variant != FLAT:
+                b.sizes[f] = math.gcd(src[tie[0]], dst[tie[1]])
+    even = () if variant == FLAT else special
+    return b.build(
+        [ins], [outs], special=special, whole=whole, even=even, linear=((0,),), variant=variant
+    )
 
 
 def _major(dims: list[int], shape: tuple[int, ...]) -> int:
@@ -156,12 +173,13 @@ def _major(dims: list[int], shape: tuple[int, ...]) -> int:
 
 @local(lax.reshape_p)
 def _reshape_local(ctx: LocalContext, eqn: Eqn, x: Any, *_: Any) -> Any:
-    if ctx.rule.variant == FLAT:
-        src, dst = eqn.invars[0].shape, eqn.outvars[0].shape
-        both, local_in = units(src, dst), ctx.local_in(0)
+    if ctx.rule.variant:
+        both, local_in = units(eqn.invars[0].shape, eqn.outvars[0].shape), ctx.local_in(0)
         x = lax.reshape(x, [math.prod(local_in[i] for i in left) for left, _ in both])
         for at, (left, right) in enumerate(both):
-            if (w := _window(ctx, eqn, left, right)) is not None:
+            if (turn := _turn(ctx, eqn, left, right)) is not None:
+                x = shuffle(x, at, *turn)
+            elif (w := _window(ctx, eqn, left, right)) is not None:
                 atoms, block, size, length = w
                 x = window(
                     x, at, atoms, ctx.mesh, block=block, size=size, start=(length, 0), length=length
@@ -169,11 +187,30 @@ def _reshape_local(ctx: LocalContext, eqn: Eqn, x: Any, *_: Any) -> Any:
     return lax.reshape(x, ctx.local_out())
 
 
+def _turn(
+    ctx: LocalContext, eqn: Eqn, left: list[int], right: list[int]
+) -> tuple[tuple[str, ...], Shuffle] | None:
+    """How a unit's split is moved to another of its dims: atoms and tables."""
+    kind, *dims = ctx.rule.variant.split()
+    if kind != TURNED or int(dims[0]) not in left:
+        return None
+    i, j = map(int, dims)
+    atoms = ctx.ins[0].sharding.axes[i]
+    if not atoms:
+        return None
+    src, dst = eqn.invars[0].shape, eqn.outvars[0].shape
+    plan = plan_shuffle(
+        Split(tuple(src[d] for d in left), left.index(i)),
+        Split(tuple(dst[d] for d in right), right.index(j)), ctx.mesh.size(atoms),
+    )  # fmt: skip
+    return None if plan is None else (atoms, plan)
+
+
 def _window(
     ctx: LocalContext, eqn: Eqn, left: list[int], right: list[int]
 ) -> tuple[tuple[str, ...], int, int, int] | None:
     """How a unit is realigned: atoms, elements of a block, of the unit, and of a result's block."""
-    if (left, right) not in _flat_units(eqn):
+    if ctx.rule.variant != FLAT or (left, right) not in _flat_units(eqn):
         return None
     src = eqn.invars[0].shape
     atoms = ctx.ins[0].sharding.axes[_major(left, src)]
@@ -186,21 +223,23 @@ def _window(
 
 @comm(lax.reshape_p)
 def _reshape_comm(ctx: LocalContext, eqn: Eqn) -> float:
-    """Elements moved in each realigned unit, times what lies beside the unit."""
-    if ctx.rule.variant != FLAT:
+    """Elements moved in each unit, times what lies beside the unit."""
+    if not ctx.rule.variant:
         return 0.0
     total, itemsize = 0.0, eqn.invars[0].itemsize
     both = units(eqn.invars[0].shape, eqn.outvars[0].shape)
     shape = [math.prod(ctx.local_in(0)[i] for i in left) for left, _ in both]
     for at, (left, right) in enumerate(both):
-        w = _window(ctx, eqn, left, right)
-        if w is None:
+        if (turn := _turn(ctx, eqn, left, right)) is not None:
+            moved = turn[1].elements
+        elif (w := _window(ctx, eqn, left, right)) is not None:
+            atoms, block, size, length = w
+            moved = window_rows(
+                ctx.mesh.size(atoms), block=block, size=size, start=(length, 0), length=length
+            )
+            shape[at] = length
+        else:
             continue
-        atoms, block, size, length = w
-        rows = window_rows(
-            ctx.mesh.size(atoms), block=block, size=size, start=(length, 0), length=length
-        )
         beside = math.prod(n for k, n in enumerate(shape) if k != at)
-        total += rows * beside * itemsize
-        shape[at] = length
+        total += moved * beside * itemsize
     return total

@@ -145,8 +145,8 @@ class _Ring:
     def size(self) -> int:
         return self.mesh.size(self.atoms)
 
-    def turns(self, start: int, stop: int) -> np.ndarray:
-        return np.arange(start, stop, dtype=np.int32)
+    def turns(self, start: int, stop: int) -> Array:
+        return jnp.arange(start, stop, dtype=jnp.int32)
 
     def block(self, ahead: Array | int) -> Block:
         """The block that belongs to the device so many places ahead."""
