@@ -17,12 +17,12 @@ LINES = 450
 ORDER = """
     errors _jax mesh sharding padded                             # what there is
     device_tensor convert annotate resolve                       # what users say
-    messages rounds halo factors program ops                     # what primitives do
-    spelling merge capture                                       # a function becomes a program
+    messages rounds halo regroup factors program ops                     # what primitives do
+    spelling merge pairing capture                                       # a function becomes a program
     edges complete                                               # every value gets a sharding
     reshard_model reshard_moves reshard_search reshard_rounds
-    reshard_emit reshard regroup                                 # from one sharding to another
-    choose value windows pairing cost accumulate
+    reshard_emit reshard                                 # from one sharding to another
+    choose value windows cost accumulate
     partition control border                                     # the program of one device
     explain plan                                                 # all that was decided
     arguments transform api                                      # spmd

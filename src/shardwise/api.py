@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,11 +37,10 @@ from shardwise.arguments import (
 from shardwise.capture import capture
 from shardwise.complete import Given
 from shardwise.convert import to_named
-from shardwise.device_tensor import DeviceOrder, Placement
+from shardwise.device_tensor import Placement
 from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
 from shardwise.plan import Plan, border_shape, make_plan
-from shardwise.sharding import Layout
 from shardwise.windows import Limits
 
 
@@ -96,13 +94,14 @@ def spmd(
         )
     parameters = Parameters.of(fn, static_argnums, donate_argnums, where)
     limits = Limits(
-        _bytes("windowed_einsum", windowed_einsum, where), _bytes("memory_limit", memory_limit, where)
+        _bytes("windowed_einsum", windowed_einsum, where),
+        _bytes("memory_limit", memory_limit, where),
     )
     return Spmd(fn, _automatic(mesh), in_shardings, out_shardings, parameters, where, limits)
 
 
 def _bytes(option: str, n: Any, where: str) -> float | None:
-    if n is None or (isinstance(n, numbers.Real) and not isinstance(n, bool) and n >= 0):
+    if n is None or (isinstance(n, (int, float)) and not isinstance(n, bool) and n >= 0):
         return n
     raise ShardingError(
         f"{option} needs a number of bytes or None, not {n!r:.60}",
@@ -137,7 +136,8 @@ class _Program:
     def run(self, call: Call) -> Any:
         plan = self.plan
         blocks = [
-            place(*x) for x in zip(call.leaves, plan.in_layouts, self.ins, self.donated, strict=True)
+            place(*x)
+            for x in zip(call.leaves, plan.in_layouts, self.ins, self.donated, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(call.tree, blocks)
         out = self.jitted(*args, **kwargs)
@@ -272,11 +272,12 @@ class Spmd:
         return self._programs[plan]
 
     def _build(self, call: Call, plan: Plan) -> _Program:
-        self._check_devices()
+        mesh = self._devices()
         results = plan.completion.results
-        outs = [self._named(plan, l) for l in plan.out_layouts]
+        outs = [to_named(l.sharding, mesh) for l in plan.out_layouts]
         orders = [plan.device_orders.get(r) for r in results]
-        asked = [self._named(plan, *x) for x in zip(plan.out_layouts, orders, strict=True)]
+        placed = zip(plan.out_layouts, orders, strict=True)
+        asked = [to_named(Placement(l.sharding, order), mesh) for l, order in placed]
         as_given = not any(orders) and all(border_shape(l) == l.shape for l in plan.out_layouts)
         mapped, weak = plan.mapped(), self._weak[plan]
 
@@ -291,46 +292,44 @@ class Spmd:
             program, out_shardings=jax.tree.unflatten(plan.out_tree, outs),
             donate_argnums=at, donate_argnames=keywords,
         )  # fmt: skip
-        ins = [self._named(plan, l) for l in plan.in_layouts]
+        ins = [to_named(l.sharding, mesh) for l in plan.in_layouts]
         built = _Program(plan, jitted, ins, None if as_given else asked, call.donated)
         args, kwargs = jax.tree.unflatten(call.tree, built.avals())
         plan.traced = jitted.trace(*args, **kwargs).jaxpr
         return built
 
-    def _check_devices(self) -> None:
-        if isinstance(self.mesh, AbstractMesh):
+    def _devices(self) -> Mesh:
+        """The mesh, to run on."""
+        if not isinstance(self.mesh, Mesh):
             raise ShardingError(
                 "an abstract mesh has no devices to run on",
                 where=_jax.current_source(self._where),
                 facts=f"the mesh has {MeshAxes.of(self.mesh)}; it was given at {self._where}",
                 hint="use .plan(...) to plan, or pass a Mesh to run",
             )
-
-    def _named(
-        self, plan: Plan, layout: Layout, order: DeviceOrder | None = None
-    ) -> NamedSharding:
-        """A border layout as NamedSharding: on the user's mesh where whole axes say it."""
-        return to_named(Placement(layout.sharding, order), self.mesh)
+        return self.mesh
 
     # -- under jit, grad, vmap -----------------------------------------------------------------------
 
     def _bind(self, structure: _Structure, *leaves: Any) -> Any:
         """Bind the call primitive: JAX transforms `fn`, and what comes out is partitioned."""
-        self._check_devices()
-        call, mesh = structure.call, MeshAxes.of(self.mesh)
+        devices = self._devices()
+        call, mesh = structure.call, MeshAxes.of(devices)
         for x, name in zip(leaves, call.names, strict=True):
             check_untyped(x, name, _jax.current_source(self._where))
         wishes = self._given(call, [abstract(x) for x in leaves], (None,) * len(leaves))
         out_tree: list[Any] = []
 
         def flat(*xs: Any) -> list[Any]:
-            args, kwargs = call.arguments([transform.pin(*x, mesh) for x in zip(xs, wishes, strict=True)])
+            args, kwargs = call.arguments(
+                [transform.pin(*x, mesh) for x in zip(xs, wishes, strict=True)]
+            )
             out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
             out_tree[:] = [tree]
             asked = self._out.flat(tree, [abstract(o) for o in out], _result_names(tree))
             return [transform.pin(*x, mesh) for x in zip(out, asked, strict=True)]
 
-        outs = transform.bind(flat, leaves, self.mesh, self._limits)
+        outs = transform.bind(flat, leaves, devices, self._limits)
         return jax.tree.unflatten(out_tree[0], outs)
 
 

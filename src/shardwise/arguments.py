@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -225,7 +227,7 @@ def abstract(x: Any) -> Any:
     """The shape, dtype and weak type of an array, as `jax.jit` sees it; TypeError where it is none."""
     if isinstance(x, (PaddedArray, jax.ShapeDtypeStruct)):
         dtype = x.dtype
-        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(x.shape, dtype, weak_type=getattr(x, "weak_type", False))
     aval = jax.typeof(x)
@@ -299,7 +301,11 @@ class Option:
     def _specs(self, tree: Any) -> Any:
         """The tree of specs, checked at the top where mistakes are commonest."""
         specs = self.specs
-        if not isinstance(specs, (tuple, list)) or isinstance(specs, P) or hasattr(specs, "_fields"):
+        if (
+            not isinstance(specs, (tuple, list))
+            or isinstance(specs, P)
+            or hasattr(specs, "_fields")
+        ):
             return specs
         node = tree.node_data()
         if node is None or node[0] not in (tuple, list):
@@ -365,7 +371,7 @@ def placed_axes(x: Any, mesh: AnyMesh) -> Any:
     An array that JAX is free to move (uncommitted), or that lies elsewhere, says nothing.
     """
     s = getattr(x, "sharding", None)
-    if not isinstance(s, NamedSharding) or isinstance(x, jax.core.Tracer):
+    if not isinstance(s, NamedSharding) or isinstance(x, Tracer):
         return None
     if isinstance(x, jax.Array) and not x.committed:
         return None

@@ -286,9 +286,13 @@ class Partitioner:
         )  # fmt: skip
         results = tuple(
             Result(
-                v.shape, self.padded(v), v.itemsize, self.asked(v),
-                v not in self.completion.axes, self.terms.get(v, 1),
-            )  # fmt: skip
+                shape=v.shape,
+                padded=self.padded(v),
+                itemsize=v.itemsize,
+                wanted=self.asked(v),
+                open=v not in self.completion.axes,
+                terms=self.terms.get(v, 1),
+            )
             for v in eqn.outvars
         )
         params: Any = None

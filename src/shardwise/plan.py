@@ -95,6 +95,7 @@ class Plan:
 
         It takes the arguments that are `passed`.
         """
+
         def run(*blocks: Any) -> list[Any]:
             p = self.partitioner
             p.reset()
@@ -117,7 +118,7 @@ class Plan:
         There is nothing in the others, and XLA cannot lower a shard_map that takes only such.
         """
         extended = jax.dtypes.extended
-        return [v.size > 0 or jax.dtypes.issubdtype(v.dtype, extended) for v in self.body.invars]
+        return [v.size > 0 or jnp.issubdtype(v.dtype, extended) for v in self.body.invars]
 
     def mapped(self) -> Callable[..., Any]:
         """The program on global, padded arrays: `shard_map` of the device function."""
@@ -238,12 +239,12 @@ def given(spec: Any, rank: int, mesh: MeshAxes, kind: str, source: str) -> Given
     return Given(s.axes, is_open, source, kind)
 
 
-def annotations(body: Body, mesh: Any) -> dict[Eqn, Given]:
+def annotated(body: Body, mesh: Any) -> dict[Eqn, Given]:
     """Every annotation equation of a program with what it says."""
     out = {}
     for eqn in body.eqns:
         for sub in eqn.bodies:
-            out.update(annotations(sub, mesh))
+            out.update(annotated(sub, mesh))
         if eqn.name not in ("annotation", "sharding_constraint"):
             continue
         rank = eqn.outvars[0].rank
@@ -262,7 +263,7 @@ def make_plan(
     in_tree: Any, out_tree: Any, names: list[str], limits: Limits | None = None,
 ) -> Plan:  # fmt: skip
     """Complete a captured program into a plan."""
-    said = annotations(body, mesh)
+    said = annotated(body, mesh)
     completion = complete(body, MeshAxes.of(mesh), arguments, results, said)
     asked = {eqn.outvars[0]: g.device_order for eqn, g in said.items()}
     for v, result, g in zip(body.outvars, completion.results, results, strict=True):

@@ -7,18 +7,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.halo import window, window_rows
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
-from shardwise.shuffle import Shuffle, Split, plan_shuffle, shuffle
+from shardwise.regroup import Regrouping, plan_regrouping, regroup
 
 FLAT, TURNED = "flat", "turned"
+MAX_RUNS = 1 << 16  # of a turned unit: the tables that move them are constants of the program
 
 
 def common_factors(
@@ -178,7 +181,11 @@ def _reshape_local(ctx: LocalContext, eqn: Eqn, x: Any, *_: Any) -> Any:
         x = lax.reshape(x, [math.prod(local_in[i] for i in left) for left, _ in both])
         for at, (left, right) in enumerate(both):
             if (turn := _turn(ctx, eqn, left, right)) is not None:
-                x = shuffle(x, at, *turn)
+                atoms, run, plan = turn
+                assert plan is not None, "a layout without a price was chosen: a shardwise bug"
+                x = lax.reshape(x, (*x.shape[:at], x.shape[at] // run, run, *x.shape[at + 1 :]))
+                x = regroup(x, at, atoms, plan)
+                x = lax.reshape(x, (*x.shape[:at], x.shape[at] * run, *x.shape[at + 2 :]))
             elif (w := _window(ctx, eqn, left, right)) is not None:
                 atoms, block, size, length = w
                 x = window(
@@ -187,10 +194,40 @@ def _reshape_local(ctx: LocalContext, eqn: Eqn, x: Any, *_: Any) -> Any:
     return lax.reshape(x, ctx.local_out())
 
 
+@functools.lru_cache(maxsize=1024)
+def plan_turn(
+    src: tuple[int, ...], i: int, dst: tuple[int, ...], j: int, shards: int
+) -> tuple[int, Regrouping] | None:
+    """How the split of dim `i` of a unit becomes one of dim `j` of its other shape.
+
+    Returns:
+      the elements of a run that stays together, and the plan that moves runs; None where the unit has
+      too many.
+    """
+    run = math.gcd(math.prod(src[i:]) // shards, math.prod(dst[j:]) // shards)
+    if math.prod(src) // run > MAX_RUNS:
+        return None
+    holder, held_at = _places(src, i, shards, run)
+    taker, taken_at = _places(dst, j, shards, run)
+    block = math.prod(src) // run // shards
+    index = np.zeros((shards, block), np.int64)
+    index[taker, taken_at] = holder * block + held_at
+    return run, plan_regrouping(index, block)
+
+
+def _places(shape: tuple[int, ...], dim: int, shards: int, run: int) -> tuple[Any, Any]:
+    """For each run of elements of a shape split along `dim`: its device, and its number there."""
+    inside = math.prod(shape[dim:]) // shards // run
+    major, rest = np.divmod(np.arange(math.prod(shape) // run), inside * shards)
+    device, at = np.divmod(rest, inside)
+    return device, major * inside + at
+
+
 def _turn(
     ctx: LocalContext, eqn: Eqn, left: list[int], right: list[int]
-) -> tuple[tuple[str, ...], Shuffle] | None:
-    """How a unit's split is moved to another of its dims: atoms and tables."""
+) -> tuple[tuple[str, ...], int, Regrouping | None] | None:
+    """How a unit's split is moved to another of its dims: atoms, elements of a run, the plan (or None
+    where it would be too long)."""
     kind, *dims = ctx.rule.variant.split()
     if kind != TURNED or int(dims[0]) not in left:
         return None
@@ -199,11 +236,11 @@ def _turn(
     if not atoms:
         return None
     src, dst = eqn.invars[0].shape, eqn.outvars[0].shape
-    plan = plan_shuffle(
-        Split(tuple(src[d] for d in left), left.index(i)),
-        Split(tuple(dst[d] for d in right), right.index(j)), ctx.mesh.size(atoms),
+    plan = plan_turn(
+        tuple(src[d] for d in left), left.index(i),
+        tuple(dst[d] for d in right), right.index(j), ctx.mesh.size(atoms),
     )  # fmt: skip
-    return None if plan is None else (atoms, plan)
+    return (atoms, *plan) if plan is not None else (atoms, 0, None)
 
 
 def _window(
@@ -231,7 +268,9 @@ def _reshape_comm(ctx: LocalContext, eqn: Eqn) -> float:
     shape = [math.prod(ctx.local_in(0)[i] for i in left) for left, _ in both]
     for at, (left, right) in enumerate(both):
         if (turn := _turn(ctx, eqn, left, right)) is not None:
-            moved = turn[1].elements
+            if turn[2] is None:
+                return math.inf
+            moved = turn[1] * turn[2].rows
         elif (w := _window(ctx, eqn, left, right)) is not None:
             atoms, block, size, length = w
             moved = window_rows(

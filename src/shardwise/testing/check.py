@@ -128,7 +128,7 @@ def _leaves_of(args: Sequence[Any], positions: set[int]) -> list[int]:
 
 
 def _is_float(x: Any) -> bool:
-    return jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)
+    return jnp.issubdtype(jax.typeof(x).dtype, np.inexact)
 
 
 def _cotangent(x: Any, rng: np.random.Generator) -> Any:
@@ -197,7 +197,7 @@ def _difference(got: Any, want: Any, tol: float | None) -> str:
 
 def _plain(x: Any) -> np.ndarray:
     """An array's values for comparison: keys as numbers, small floats as float32."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(x.logical() if isinstance(x, PaddedArray) else x))
     a = np.asarray(x)
     return a.astype(np.float32) if a.dtype.itemsize <= 2 and _is_float(a) else a
@@ -206,7 +206,7 @@ def _plain(x: Any) -> np.ndarray:
 def _copies_differ(x: Any) -> str:
     """'' when every device that holds a block of `x` holds the same bits, else what differs."""
     array = x.array if isinstance(x, PaddedArray) else x
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return ""
     first: dict[Any, tuple[Any, np.ndarray]] = {}
     for shard in array.addressable_shards:

@@ -152,7 +152,9 @@ class Builder:
         for axis in self.choose(_orders(self.axes.names)):
             dim = self.choose([*range(rank), None])
             if dim is not None:
-                entries[dim].append(self.choose(_parts(axis, self.axes)) if self.chance(6) else axis)
+                entries[dim].append(
+                    self.choose(_parts(axis, self.axes)) if self.chance(6) else axis
+                )
         texts = [repr(e[0]) if len(e) == 1 else repr(tuple(e)) if e else "None" for e in entries]
         if open_dims:
             texts = ["P.UNCONSTRAINED" if t == "None" and self.chance(3) else t for t in texts]
