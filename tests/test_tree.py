@@ -25,7 +25,7 @@ ORDER = """
     choose value windows cost accumulate
     partition control border                                     # the program of one device
     explain plan                                                 # all that was decided
-    arguments transform api                                      # spmd
+    arguments options transform api                              # spmd
     hlo nn demo testing cli                                      # around it
 """
 NAMES = [name for line in ORDER.splitlines() for name in line.split("#")[0].split()]

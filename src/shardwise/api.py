@@ -21,16 +21,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardwise import _jax, transform
 from shardwise.arguments import (
-    AnyMesh,
     Call,
-    Option,
     Parameters,
     abstract,
     check_untyped,
-    given_of,
     is_padded,
     place,
-    placed_axes,
     result,
     signature,
 )
@@ -40,8 +36,11 @@ from shardwise.convert import to_named
 from shardwise.device_tensor import Placement
 from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
+from shardwise.options import Option, given_of, placed_axes
 from shardwise.plan import Plan, border_shape, make_plan
 from shardwise.windows import Limits
+
+AnyMesh = Mesh | AbstractMesh
 
 
 def spmd(

@@ -48,6 +48,7 @@ class Completion:
     Attributes:
       results: stand-ins for the program's results, carrying what the caller asked of them.
       annotated: values whose sharding the user gave, with the dims given.
+      padded: padded sizes of the values that have any (`_padded_sizes`).
     """
 
     body: Body
@@ -256,8 +257,18 @@ def _fitting_prefix(want: Axes, edge: Edge, i: int, d: int, mesh: MeshAxes) -> A
 def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
     """One padded size per class of dims tied by a factor: the least all its splits divide.
 
-    Compound factors do not tie: their splits are even, or data is realigned.
+    Classes hold dims of one size, so only sizes that some split does not divide need any: mostly none,
+    and values without such a dim are left out.  Compound factors do not tie: their splits are even, or
+    data is realigned.
     """
+    uneven = {
+        v.shape[d]
+        for v, axes in c.axes.items()
+        for d, atoms in enumerate(axes)
+        if atoms and v.shape[d] % c.mesh.size(atoms)
+    }
+    if not uneven:
+        return {}
     parent: dict[tuple[Var, int], tuple[Var, int]] = {}
 
     def find(x: tuple[Var, int]) -> tuple[Var, int]:
@@ -266,28 +277,25 @@ def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
             x = parent[x]
         return x
 
-    total = c.mesh.device_count
-    values: set[Var] = set()
     for edge in c.edges:
         first: dict[tuple[int, int], tuple[Var, int]] = {}
         for v, dims in zip(edge.values, edge.dims, strict=True):
-            values.add(v)
             for d, factors in enumerate(dims):
-                # a size the whole mesh divides never needs padding, so it needs no class
-                if len(factors) != 1 or v.shape[d] % total == 0:
-                    continue
-                # a special factor may tie dims of different sizes; equal ones have equal blocks
-                other = first.setdefault((factors[0], v.shape[d]), (v, d))
-                parent[find((v, d))] = find(other)
+                if len(factors) == 1 and v.shape[d] in uneven:
+                    # a special factor may tie dims of different sizes; equal ones have equal blocks
+                    other = first.setdefault((factors[0], v.shape[d]), (v, d))
+                    parent[find((v, d))] = find(other)
     counts: dict[tuple[Var, int], set[int]] = defaultdict(set)
     for v, axes in c.axes.items():
         for d, atoms in enumerate(axes):
-            if atoms and v.shape[d] % total:
+            if atoms and v.shape[d] in uneven:
                 counts[find((v, d))].add(c.mesh.size(atoms))
-    out = {}
-    for v in values | set(c.axes):
-        out[v] = tuple(
-            s if s % total == 0 else padded_size(s, counts.get(find((v, d)), ()))
+    values = {v for edge in c.edges for v in edge.values} | set(c.axes)
+    return {
+        v: tuple(
+            padded_size(s, counts.get(find((v, d)), ())) if s in uneven else s
             for d, s in enumerate(v.shape)
         )
-    return out
+        for v in values
+        if not uneven.isdisjoint(v.shape)
+    }
