@@ -58,7 +58,8 @@ def dce(closed: Any) -> Any:
     jaxpr, consts = open_jaxpr(closed)
     if jaxpr.constvars and not consts:
         return closed
-    new, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    used = [True] * len(jaxpr.outvars)
+    new: Any = partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0]
     return new.with_consts(consts) if hasattr(new, "with_consts") else core.ClosedJaxpr(new, consts)
 
 
@@ -126,7 +127,7 @@ def bind_call(primitive: Any, fn: Callable[..., Any], args: Any, **params: Any) 
     if hasattr(jex, "CallPrimitive"):
         return primitive.bind(*args, subfuns=(wrap_fun(fn, primitive.name, args),), **params)
     # What the function closes over, tracers perhaps, becomes operands: a parameter must hold none.
-    body = jax.make_jaxpr(fn)(*args)
+    body: Any = jax.make_jaxpr(fn)(*args)
     return primitive.bind(*body.consts, *args, call_jaxpr=body.with_consts(()), **params)
 
 
@@ -158,7 +159,7 @@ def call_primitive(name: str, impl: Callable[..., Any]) -> Any:
     """
     if not hasattr(jex, "CallPrimitive"):
         p = jex.Primitive(name)
-        jex.register_call_primitive_rules(p)
+        getattr(jex, "register_call_primitive_rules")(p)  # noqa: B009
         p.def_impl(
             lambda *args, call_jaxpr, **params: impl(jex.jaxpr_as_fun(call_jaxpr), *args, **params)
         )
@@ -207,7 +208,7 @@ def without_types(x: Any) -> Any:
     s = getattr(x, "sharding", None)
     if isinstance(x, core.Tracer) or not isinstance(s, jax.sharding.NamedSharding):
         return x
-    if s.mesh._any_axis_explicit:
+    if s.mesh._any_axis_explicit and s.mesh.devices is not None:
         mesh = jax.sharding.Mesh(s.mesh.devices, s.mesh.axis_names)
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, s.spec))
     return x

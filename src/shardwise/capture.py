@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardwise import _jax
 from shardwise.merge import merge
@@ -84,8 +85,14 @@ class _Capture:
     def read(self, env: dict[Any, Var], atom: Any) -> Var:
         if isinstance(atom, _jax.Literal):
             self.ids += 1
-            return Lit(self.ids, atom.val, tuple(atom.aval.shape), atom.aval.dtype)
+            aval: Any = atom.aval
+            return Lit(self.ids, atom.val, tuple(aval.shape), aval.dtype)
         return env[atom]
+
+    def converted(self, literal: Lit, dtype: Any) -> Lit:
+        """A literal of another dtype is a literal: `jnp.pad`'s zero is one that rules can see."""
+        self.ids += 1
+        return Lit(self.ids, np.asarray(literal.value).astype(dtype)[()], (), np.dtype(dtype))
 
     def equations(self, inner: Any, env: dict[Any, Var], body: Body) -> None:
         for eqn in inner.eqns:
@@ -98,6 +105,8 @@ class _Capture:
                 outs = self.inline(written_out, args, body)
                 for e in body.eqns[first:]:
                     e.info = eqn.source_info  # the user wrote the short form
+            elif name == "convert_element_type" and isinstance(args[0], Lit) and not args[0].shape:
+                outs = [self.converted(args[0], eqn.params["new_dtype"])]
             elif name in _IDENTITIES:
                 outs = args[: len(eqn.outvars)]
             else:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax import lax
 
 from shardwise import _jax
@@ -102,7 +103,7 @@ def _cond(eqn: Any, platform: str) -> Any | None:
 
 def _without_index(branch: Any, eqn: Any) -> Any:
     """The branch as a function of the cond's operands, the branch index included and unread."""
-    run = jax.extend.core.jaxpr_as_fun(_jax.closed(branch))
+    run = jex.jaxpr_as_fun(_jax.closed(branch))
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(lambda _, *xs: run(*xs))(*avals)
 

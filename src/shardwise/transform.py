@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
@@ -65,7 +66,7 @@ def _partitioned(fn: Callable[..., Any], mesh: Mesh, limits: Limits) -> Callable
         avals = [jax.typeof(x) for x in args]
         names = [f"arg{i}" for i in range(len(args))]
         body, out_tree = capture(fn, avals, names)
-        free = [None] * len(args), [None] * len(body.outvars)
+        free: tuple[list[Given | None], ...] = [None] * len(args), [None] * len(body.outvars)
         plan = make_plan(mesh, body, *free, None, out_tree, names, limits)
         outside = functools.partial(_outside, mesh=mesh, axes=plan.axes)
         ins = [_pad(outside(x, l), l) for x, l in zip(args, plan.in_layouts, strict=True)]
@@ -114,7 +115,7 @@ def _run(fn: Callable[..., Any], *args: Any, mesh: Mesh, limits: Limits, **_: An
 
 
 def _lower(ctx: Any, *args: Any, call_jaxpr: Any, mesh: Mesh, limits: Limits, **_: Any) -> Any:
-    run = _partitioned(jax.extend.core.jaxpr_as_fun(_jax.closed(call_jaxpr)), mesh, limits)
+    run = _partitioned(jex.jaxpr_as_fun(_jax.closed(call_jaxpr)), mesh, limits)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 

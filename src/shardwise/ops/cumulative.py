@@ -89,7 +89,7 @@ def _earlier(ctx: LocalContext, axis: int, monoid: _Monoid, total: Any, reverse:
     for step in range(steps):
         reach = 1 << step
         pairs = [(i, i + reach) for i in range(count - reach)]
-        got = Device(atoms).receive(run, [p[::-1] for p in pairs] if reverse else pairs)
+        got = Device(atoms).receive(run, [(b, a) for a, b in pairs] if reverse else pairs)
         if monoid.op != "sum":  # a device that is sent nothing receives zeros
             got = jnp.where(place >= reach, got, monoid.identity(got.dtype))
         before = got if before is None else monoid.combine(got, before)

@@ -34,7 +34,7 @@ def identity(op: str, dtype: Any) -> Any:
     if op == "prod":
         return np.ones((), dtype)
     if op == "and":
-        return np.array(True) if dtype == np.dtype(bool) else ~np.zeros((), dtype)
+        return np.invert(np.zeros((), dtype))
     if dtype == np.dtype(bool):
         return np.array(op == "min")
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -159,8 +159,8 @@ def _tied(
                 side[d] = b.factor(shape[d])
                 if tie is None or d != tie[side is outs]:
                     whole.append(side[d])
-        if tie is not None:
-            f = outs[tie[1]] = ins[tie[0]]
+        if tie is not None and (f := ins[tie[0]]) is not None:
+            outs[tie[1]] = f
             special.append(f)
             if variant != FLAT:
                 b.sizes[f] = math.gcd(src[tie[0]], dst[tie[1]])

@@ -68,7 +68,7 @@ def _kind(eqn: Eqn) -> _Kind:
     if kind is None:
         return _SET if eqn.params["update_jaxpr"] is None else _APPLY
     if jnp.issubdtype(eqn.outvars[0].dtype, jnp.bool_):
-        return kind._replace(op=_BOOL[kind.op])
+        return kind._replace(op=_BOOL[kind.op or ""])
     return kind
 
 
