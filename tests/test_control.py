@@ -58,6 +58,7 @@ def test_scan_with_nothing_to_do():
     check(
         lambda h: lax.scan(lambda h, _: (h * 2, h), h, None, length=0), (f32(8, 4),), AXES, P("x")
     )
+    check(accumulated, (f32(8, 8), f32(0, 8, 8)), AXES, (P(), P(None, "x")), grad=False)
 
 
 def test_scan_over_the_split_dim():
@@ -138,6 +139,8 @@ def test_gradients_are_added_up_on_each_device_and_reduced_once():
     args, specs = (f32(8, 8), f32(6, 64, 8)), (P(), P(None, "x"))
     plan = check(accumulated, args, {"x": 4}, in_shardings=specs, grad=False, wire=True)
     assert [(c.kind, c.count) for c in plan.collectives] == [("all-reduce", 1)]
+    split = check(accumulated, args, {"x": 4}, specs, P("x"), grad=False, wire=True)
+    assert [(c.kind, c.count) for c in split.collectives] == [("reduce-scatter", 1)]
 
 
 def test_a_sum_that_the_body_reads_is_reduced_in_it():

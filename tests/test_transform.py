@@ -235,6 +235,17 @@ def test_without_jit():
     assert_equal(ours, jax.grad(loss, (0, 1))(W, X))
 
 
+def test_inside_shard_map_is_refused():
+    block = jax.shard_map(lambda x: f(W, x)[None], mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(sw.ShardingError) as e:
+        block(twice(X)[0])
+    assert str(e.value) == (
+        "spmd inside shard_map: a device's block cannot be partitioned again\n"
+        "  facts the enclosing shard_map is manual over x, y\n"
+        "  hint  call the function itself there, or put shard_map inside what spmd partitions"
+    )
+
+
 # --- both passes are partitioned -----------------------------------------------------------------
 
 

@@ -59,7 +59,8 @@ def carry_shardings(
     }
     if not sums:
         return plain
-    terms = {i: dict.fromkeys(summands(body, a), eqn.params["length"]) for i, a in sums.items()}
+    steps = max(eqn.params["length"], 1)
+    terms = {i: dict.fromkeys(summands(body, a), steps) for i, a in sums.items()}
     for t in terms.values():
         p.terms.update(t)
     pending = _trial(p, body, carries, init, plain, step, xs, sums)

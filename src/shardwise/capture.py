@@ -17,6 +17,7 @@ from shardwise import _jax
 from shardwise.merge import merge
 from shardwise.pairing import pair_rows
 from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.share import share
 from shardwise.spelling import respell
 
 # primitive name -> the parameter that holds the function to inline
@@ -205,4 +206,5 @@ def capture_jaxpr(closed: Any, names: Sequence[str] = (), platform: str = "") ->
     body = c.body(_jax.dce(closed), names)
     merge(body, lambda shape, dtype: c.var(jax.ShapeDtypeStruct(shape, dtype)))
     prune(body)
+    share(body)
     return body

@@ -45,7 +45,9 @@ def annotation(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if v.free and v.make is not None:
         return [v]
     x = p.get(v, s, Note(eqn, "annotation", var=out))
-    return [p.value(out, x, s)]
+    # Other layouts the operand is at hand in are left behind: a reader would take the cheapest of
+    # them, and the annotation would be a gather that nobody reads.
+    return [Value(out, v.padded, {s: x})]
 
 
 def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:

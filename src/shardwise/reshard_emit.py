@@ -171,7 +171,10 @@ def _reduce_scatter(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> 
         (dim,) = won
         if (via := _wider(x, dim, mesh.size(atoms))) is not None:
             y = lax.psum_scatter(x, atoms, scatter_dimension=via, tiled=True)
-            return lax.all_to_all(y, atoms, split_axis=dim, concat_axis=via, tiled=True)
+            # brought to the front: as they are, the compiler copies blocks in padded layouts
+            y = _to_front(y, {dim: (atoms,)}, (atoms,), mesh)
+            y = lax.all_to_all(y, atoms, split_axis=0, concat_axis=0, tiled=True)
+            return _from_front(y, {via: (atoms,)}, (atoms,), mesh)
         return lax.psum_scatter(x, atoms, scatter_dimension=dim, tiled=True)
     x = _to_front(x, {d: (axes,) for d, axes in won.items()}, order, mesh)
     if op == "sum":

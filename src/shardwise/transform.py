@@ -17,13 +17,14 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import _jax
 from shardwise.annotate import annotate
 from shardwise.capture import capture
 from shardwise.complete import Given
+from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes
 from shardwise.plan import border_shape, make_plan
 from shardwise.sharding import Layout
@@ -33,7 +34,19 @@ from shardwise.windows import Limits
 def bind(
     fn: Callable[..., list[Any]], args: Sequence[Any], mesh: Mesh, limits: Limits
 ) -> list[Any]:
-    """Call `fn` under the call primitive; its results come out in the shapes `fn` gives them."""
+    """Call `fn` under the call primitive; its results come out in the shapes `fn` gives them.
+
+    Raises:
+      ShardingError: inside a `jax.shard_map`.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    types = zip(context.axis_names, context.axis_types, strict=True)
+    if manual := [str(name) for name, kind in types if kind == AxisType.Manual]:
+        raise ShardingError(
+            "spmd inside shard_map: a device's block cannot be partitioned again",
+            facts=f"the enclosing shard_map is manual over {', '.join(manual)}",
+            hint="call the function itself there, or put shard_map inside what spmd partitions",
+        )
     return _jax.bind_call(spmd_call_p, fn, args, mesh=mesh, limits=limits, anchor=_anchor(mesh))
 
 

@@ -64,7 +64,8 @@ def causal_mask(b: Builder, v: Value) -> Value:
 
 def positions(b: Builder, v: Value) -> Value:
     d = _dim(b, v)
-    return b.emit(f"{v.name} + lax.broadcasted_iota({v.dtype!r}, {v.shape}, {d})", [v])
+    scale = f" / {max(v.shape[d], 1)}" if v.is_float else ""
+    return b.emit(f"{v.name} + lax.broadcasted_iota({v.dtype!r}, {v.shape}, {d}){scale}", [v])
 
 
 def clamp(b: Builder, v: Value) -> Value:
@@ -306,7 +307,7 @@ def checkpoint(b: Builder, v: Value) -> Value:
 
 def mapped(b: Builder, v: Value) -> Value:
     _need(v.is_float and v.rank > 0)
-    return b.emit(f"jax.vmap(lambda x: x - jnp.mean(x) + jnp.sum(x * x))({v.name})", [v])
+    return b.emit(f"jax.vmap(lambda x: x - jnp.mean(x) + jnp.mean(x * x))({v.name})", [v])
 
 
 def convert(b: Builder, v: Value) -> Value:

@@ -73,7 +73,7 @@ class Program:
         return (
             f"check(f, ({', '.join(values)},), {self.mesh},\n"
             f"      in_shardings=({', '.join(self.in_specs)},),\n"
-            f"      out_shardings={self._out()})"
+            f"      out_shardings={self._out()}, tol=1e-4)"
         )
 
     def _out(self) -> str:
