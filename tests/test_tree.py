@@ -17,11 +17,11 @@ LINES = 450
 ORDER = """
     errors _jax mesh sharding padded                             # what there is
     device_tensor convert annotate resolve                       # what users say
-    messages rounds halo regroup factors program ops                     # what primitives do
-    spelling merge pairing share capture                                       # a function becomes a program
+    messages rounds halo regroup factors program ops             # what primitives do
+    spelling merge pairing share capture                         # a function becomes a program
     edges complete                                               # every value gets a sharding
     reshard_model reshard_moves reshard_search reshard_rounds
-    reshard_emit reshard                                 # from one sharding to another
+    reshard_emit reshard                                         # from one sharding to another
     choose value windows cost accumulate
     partition control border                                     # the program of one device
     explain plan                                                 # all that was decided

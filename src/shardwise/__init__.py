@@ -4,7 +4,7 @@ from shardwise import ops as _ops  # noqa: F401  (registers the rules)
 from shardwise.annotate import annotate, mesh_split, replicate, shard, split
 from shardwise.api import Spmd, spmd
 from shardwise.cost.comm import Collective
-from shardwise.errors import ConflictError, ShardingError
+from shardwise.errors import ShardingError
 from shardwise.mesh import MeshAxes, abstract_mesh, device_mesh
 from shardwise.padded import PaddedArray
 from shardwise.partition import Fallback
@@ -13,7 +13,6 @@ from shardwise.sharding import Layout, Sharding
 
 __all__ = [
     "Collective",
-    "ConflictError",
     "Fallback",
     "Layout",
     "MeshAxes",

@@ -20,7 +20,3 @@ class ShardingError(ValueError):
         if hint:
             lines.append(f"  hint  {hint}")
         super().__init__("\n".join(lines))
-
-
-class ConflictError(ShardingError):
-    """Two annotations that cannot both hold."""

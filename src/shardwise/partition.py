@@ -107,7 +107,9 @@ class Partitioner:
         self.eqn_choices: dict[Eqn, tuple[Choice, Choice | None]] = {}
         self.uses: dict[Var, Counter[str]] = {}
         self.sole_reader: dict[Var, Var] = {}
-        self.terms: dict[Var, int] = {}  # values a loop adds up: how many terms are finished together
+        self.terms: dict[
+            Var, int
+        ] = {}  # values a loop adds up: how many terms are finished together
         self._counted: set[Body] = set()
         self.watch: dict[Var, Value | None] = {}  # values a trial run wants to see
 
@@ -237,7 +239,7 @@ class Partitioner:
         for v, var, layout in zip(ins, eqn.invars, choice.ins, strict=True):
             note = Note(eqn, "bring", var=var, choice=choice, runner_up=second)
             xs.append(self.get(v, layout.sharding, note))
-        self.report_gathers(eqn, ins, choice)
+        self.report_gathers(eqn, ins, rules, choice)
         ys = self.local(eqn, choice.context(self.mesh), xs, choice)
         return [
             Value(var, self.padded(var), {layout.sharding: y})
@@ -327,17 +329,14 @@ class Partitioner:
             for o, y in zip(eqn.outvars, ys, strict=True)
         ]
 
-    def report_gathers(self, eqn: Eqn, ins: list[Value], choice: Choice) -> None:
-        """A dim that must lie whole for this op, and was split, is a fallback to report."""
-        for v, dims, layout in zip(ins, choice.rule.operands, choice.ins, strict=True):
-            if v.free or not v.variants or layout.sharding in (v.first,):
+    def report_gathers(self, eqn: Eqn, ins: list[Value], rules: Any, choice: Choice) -> None:
+        """A dim that lies whole in every rule of this op, and was split, is a fallback to report."""
+        for i, (v, layout) in enumerate(zip(ins, choice.ins, strict=True)):
+            if v.free or layout.sharding == v.first:
                 continue
-            for d, factors in enumerate(dims):
-                if (
-                    v.first.axes[d]
-                    and not layout.sharding.axes[d]
-                    and set(factors) & choice.rule.whole
-                ):
+            for d in range(len(v.shape)):
+                gathered = v.first.axes[d] and not layout.sharding.axes[d]
+                if gathered and all(r.whole.intersection(r.operands[i][d]) for r in rules):
                     self.fallbacks.append(Fallback(
                         eqn.name, eqn.source, v.name, v.shape,
                         int(np.prod(v.shape)) * v.itemsize,

@@ -20,7 +20,7 @@ from shardwise import _jax
 from shardwise.border import enter, leave
 from shardwise.complete import Completion, Given, complete
 from shardwise.control import HANDLERS
-from shardwise.convert import from_spec, to_spec
+from shardwise.convert import to_spec
 from shardwise.cost import comm, flops, memory
 from shardwise.cost.comm import Collective
 from shardwise.device_tensor import DeviceOrder
@@ -228,15 +228,6 @@ def border_shape(layout: Any) -> tuple[int, ...]:
         p if a else s
         for s, p, a in zip(layout.shape, layout.padded, layout.sharding.axes, strict=True)
     )
-
-
-def given(spec: Any, rank: int, mesh: MeshAxes, kind: str, source: str) -> Given | None:
-    """What a PartitionSpec says of an argument or result (None: nothing)."""
-    if spec is None:
-        return None
-    s = from_spec(spec, rank, mesh, source)
-    is_open = frozenset(i for i, e in enumerate(spec) if e is P.UNCONSTRAINED)
-    return Given(s.axes, is_open, source, kind)
 
 
 def annotated(body: Body, mesh: Any) -> dict[Eqn, Given]:
