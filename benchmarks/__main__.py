@@ -11,13 +11,14 @@ from shardwise.demo import devices
 def main(argv: list[str] | None = None) -> int:
     devices.start(8)
     # These import jax.numpy and build arrays: after the devices are there.
-    from benchmarks import cases, compiling, micro, placement, transformer
+    from benchmarks import cases, compiling, micro, placement, tpu, transformer
 
     commands = {
         "transformer": (transformer, "training step of a dense Transformer, beside jax.jit"),
         "cases": (cases, "programs of user reports: right numbers, none refused"),
         "micro": (micro, "one operator each: bytes beside the best known plan"),
         "compile": (compiling, "planning time: depth, and 8 against 65,536 devices"),
+        "tpu": (tpu, "the 64B Transformer compiled for 2048 TPU cores, with no TPU (jax[tpu])"),
         "placement": (placement, "annotations dropped or moved: what the plan makes of it"),
     }
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)

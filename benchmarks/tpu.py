@@ -43,12 +43,14 @@ class Settings:
     Attributes:
       topology: what libtpu calls the pod; `x`, `y` the mesh, row-major over the sorted cores.
       remat: "full" or "dots" (see TransformerConfig); `embedding` a key of EMBEDDINGS.
+      donate: the new parameters take the old ones' memory.
       batch, seq: B and S.
     """
 
     side: str
     remat: str
     embedding: str
+    donate: bool = False
     topology: str = "v3:32x32"
     x: int = 32
     y: int = 64
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remat", choices=("full", "dots"), help="default: both, in turn")
     parser.add_argument("--embedding", choices=tuple(EMBEDDINGS), default="vocab")
     parser.add_argument("--layers", type=int, default=32, help="as a scan: no effect on compiling")
+    parser.add_argument("--donate", action="store_true", help="donate the parameters")
     parser.add_argument("--only-shardwise", action="store_true", help="leave jax.jit out")
     parser.add_argument("--plan-only", action="store_true", help="no compiling, no libtpu")
 
@@ -75,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for remat in (args.remat,) if args.remat else ("full", "dots"):
-        settings = Settings("shardwise", remat, args.embedding, layers=args.layers)
+        settings = Settings("shardwise", remat, args.embedding, args.donate, layers=args.layers)
         if args.plan_only:
             rows += [{"remat": remat, **row} for row in plan_rows(settings)]
             continue
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def lowerable(s: Settings, mesh: Any) -> Any:
-    """The training step (plain gradient descent), its parameters donated; has `.lower`."""
+    """The training step, plain gradient descent, ready to `.lower`."""
     config, embedding = s.config, EMBEDDINGS[s.embedding]
     plain = sw.annotate if s.side == "shardwise" else programs.jit_annotate(mesh)
 
@@ -105,16 +108,17 @@ def lowerable(s: Settings, mesh: Any) -> Any:
 
     step = programs.training_step(config, STRATEGY, annotate)
     params, tokens = parameter_specs(embedding), P("x", None)
+    donated = (0,) if s.donate else ()
     if s.side == "shardwise":
         return sw.spmd(
             step, mesh=mesh, in_shardings=(params, tokens), out_shardings=(params, P()),
-            donate_argnums=0,
+            donate_argnums=donated,
         )  # fmt: skip
     return jax.jit(
         step,
         in_shardings=programs.shardings_of(mesh, (params, tokens)),
         out_shardings=programs.shardings_of(mesh, (params, P())),
-        donate_argnums=0,
+        donate_argnums=donated,
     )
 
 
@@ -154,7 +158,14 @@ def plan_rows(s: Settings) -> list[dict[str, Any]]:
 def in_a_process(s: Settings) -> dict[str, Any]:
     """Compile in a fresh process: the compiler's memory goes back, and a crash is a message."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
-    return measure.in_a_process("benchmarks.tpu", json.dumps(dataclasses.asdict(s)), timeout=1800)
+    try:
+        settings = json.dumps(dataclasses.asdict(s))
+        return measure.in_a_process("benchmarks.tpu", settings, timeout=1800)
+    except measure.WorkerFailed as e:
+        raise SystemExit(
+            f"cannot compile for {s.topology}: {e}\n"
+            "  hint  pip install 'jax[tpu]' of this jax's version; no TPU is needed"
+        ) from e
 
 
 def pod(s: Settings) -> Mesh:

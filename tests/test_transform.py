@@ -233,6 +233,7 @@ def test_without_jit():
     with jax.disable_jit():
         ours = jax.grad(f, (0, 1))(W, X)
     assert_equal(ours, jax.grad(loss, (0, 1))(W, X))
+    assert all(g.sharding.device_set == set(MESH.devices.flat) for g in ours)
 
 
 def test_inside_shard_map_is_refused():

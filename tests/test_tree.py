@@ -20,7 +20,7 @@ ORDER = """
     messages rounds halo regroup factors program ops             # what primitives do
     spelling merge pairing share capture                         # a function becomes a program
     edges complete                                               # every value gets a sharding
-    reshard_model reshard_moves reshard_search reshard_rounds
+    tpu reshard_model reshard_moves reshard_search reshard_rounds
     reshard_emit reshard                                         # from one sharding to another
     choose value windows cost accumulate
     partition control border                                     # the program of one device

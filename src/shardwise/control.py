@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardwise import tpu
 from shardwise.accumulate import carry_shardings
 from shardwise.cost import comm
 from shardwise.ops.registry import LocalContext
@@ -73,10 +74,13 @@ def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
         outs = p.run(body, values)
         return outs[:c], outs[c:]
 
+    narrow = [tpu.read_as(body, v) if tpu.tracing() else None for v in x_vars]
+
     carry_s = carry_shardings(p, eqn, body, init, step, x_blocks)
     init_blocks = hand(p, eqn, init, carry_vars, carry_s)
 
     def f(carry: Any, x: Any) -> Any:
+        x = [tpu.rounded(b, t) if t is not None else b for b, t in zip(x, narrow, strict=True)]
         new, ys = step(carry_s, carry, x)
         return (
             hand(p, eqn, new, carry_vars, carry_s),

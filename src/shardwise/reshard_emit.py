@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardwise import _jax
+from shardwise import tpu
 from shardwise.mesh import MeshAxes
 from shardwise.reshard_model import Step, common, emulated
 from shardwise.reshard_rounds import rounds
@@ -129,7 +129,11 @@ def _all_gather(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Arra
     lost = _minor(before, after)
     if len(lost) == 1:
         [(d, atoms)] = lost.items()
-        return lax.all_gather(x, atoms, axis=d, tiled=True)
+        if not tpu.gathers_badly(x, d, mesh.size(atoms)):
+            return lax.all_gather(x, atoms, axis=d, tiled=True)
+        columns = x.ndim - 1
+        x = _turned(x, columns, d, atoms, mesh)
+        return lax.all_gather(x, atoms, axis=columns, tiled=True)
     order = tuple(lost.values())
     x = lax.all_gather(x, sum(order, ()), axis=0, tiled=False)
     return _from_front(x, {d: (atoms,) for d, atoms in lost.items()}, order, mesh)
@@ -137,7 +141,7 @@ def _all_gather(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Arra
 
 def _all_to_all(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Array:
     lost, won = _minor(before, after), _minor(after, before)
-    if list(lost.values()) == list(won.values()) and len(lost) == 1:
+    if list(lost.values()) == list(won.values()) and len(lost) == 1 and not tpu.tracing():
         [(d, atoms)], [e] = lost.items(), won
         return lax.all_to_all(x, atoms, split_axis=e, concat_axis=d, tiled=True)
     takes = {e: _runs(atoms, lost) for e, atoms in won.items()}
@@ -169,12 +173,9 @@ def _reduce_scatter(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> 
     atoms = sum(order, ())
     if op == "sum" and len(won) == 1:
         (dim,) = won
-        if (via := _wider(x, dim, mesh.size(atoms))) is not None:
+        if (via := tpu.scatter_dim(x, dim, mesh.size(atoms))) is not None:
             y = lax.psum_scatter(x, atoms, scatter_dimension=via, tiled=True)
-            # brought to the front: as they are, the compiler copies blocks in padded layouts
-            y = _to_front(y, {dim: (atoms,)}, (atoms,), mesh)
-            y = lax.all_to_all(y, atoms, split_axis=0, concat_axis=0, tiled=True)
-            return _from_front(y, {via: (atoms,)}, (atoms,), mesh)
+            return _turned(y, dim, via, atoms, mesh)
         return lax.psum_scatter(x, atoms, scatter_dimension=dim, tiled=True)
     x = _to_front(x, {d: (axes,) for d, axes in won.items()}, order, mesh)
     if op == "sum":
@@ -182,18 +183,11 @@ def _reduce_scatter(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> 
     return _reduced(lax.all_to_all(x, atoms, split_axis=0, concat_axis=0, tiled=True), op)
 
 
-def _wider(x: Array, dim: int, group: int) -> int | None:
-    """The dim to scatter over instead of the minor one, on TPUs, where blocks of that would be narrow.
-
-    The TPU compiler makes an all-reduce, twice the bytes, of a reduce-scatter of 16-bit sums to blocks
-    less than 256 wide.  Scattering another dim is a true reduce-scatter, and an all-to-all of the
-    blocks, 1/group of the bytes, turns them.
-    """
-    narrow = x.shape[dim] // group < 256 and x.dtype.itemsize <= 2
-    if dim != x.ndim - 1 or not narrow or _jax.tracing_platform() != "tpu":
-        return None
-    others = [d for d in range(x.ndim - 1) if x.shape[d] % group == 0]
-    return max(others, key=lambda d: (x.shape[d], d), default=None)
+def _turned(x: Array, split: int, joined: int, atoms: Axes, mesh: MeshAxes) -> Array:
+    """One all-to-all that splits one dim and joins another, through a leading dim."""
+    x = _to_front(x, {split: (atoms,)}, (atoms,), mesh)
+    x = lax.all_to_all(x, atoms, split_axis=0, concat_axis=0, tiled=True)
+    return _from_front(x, {joined: (atoms,)}, (atoms,), mesh)
 
 
 # ---- reductions ----------------------------------------------------------------------------------
