@@ -107,5 +107,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             "GFLOP a device": plan.flops / 1e9,
             "bytes of values that are split": f"{100 * sharded / sum(v.nbytes for v in mine):.0f} %",
         })  # fmt: skip
-    table.show("Where the annotations are put (strategy final, scan, remat, mesh 2x4)", rows, args.json)
+    table.show(
+        "Where the annotations are put (strategy final, scan, remat, mesh 2x4)", rows, args.json
+    )
     return rows
