@@ -140,7 +140,10 @@ def _flat(eqn: Eqn, src: tuple[int, ...], dst: tuple[int, ...]) -> list[FactorRu
 
 
 def _tied(
-    src: tuple[int, ...], dst: tuple[int, ...], ties: dict[tuple[int, ...], tuple[int, int]], variant: str
+    src: tuple[int, ...],
+    dst: tuple[int, ...],
+    ties: dict[tuple[int, ...], tuple[int, int]],
+    variant: str,
 ) -> FactorRule:
     """A rule by which, in some units, one dim of either side is tied to one of the other."""
     b = RuleBuilder()
