@@ -28,8 +28,9 @@ FLOPS_PER_BYTE = 64.0
 MEMORY_PER_BYTE = 8.0
 MAX_CANDIDATES = 512
 
-# A dot may be moved to a layout none of its values has (an all-to-all before, an all-gather after) only
-# where that saves clearly: it relayouts blocks and shortens dims, which costs time the price leaves out.
+# A dot whose result would be all-reduced may be moved to a layout none of its values has (an all-to-all
+# before, an all-gather after), where that saves clearly: it relayouts blocks and shortens dims, which
+# costs time the price leaves out.
 FEWER_BYTES = 0.85
 LOWER_PRICE = 0.95
 
@@ -129,11 +130,19 @@ def choose(
         return sorted((c for c in found if c is not None), key=lambda c: round(c.price, 3))
 
     best = priced(anywhere=False)
-    if dot and best[0].bytes:
+    if dot and _all_reduces(best[0], results):
         new = priced(anywhere=True)[0]
         if new.bytes < FEWER_BYTES * best[0].bytes and new.price < LOWER_PRICE * best[0].price:
             return new, best[0]
     return best[0], (best[1] if len(best) > 1 else None)
+
+
+def _all_reduces(c: Choice, results: Sequence[Result]) -> bool:
+    """Whether a pending sum would be finished by an all-reduce: its atoms do not split what is wanted."""
+    return any(
+        not r.wanted.used.issuperset(o.sharding.partial)
+        for r, o in zip(results, c.outs, strict=True)
+    )
 
 
 def candidates(
