@@ -347,6 +347,9 @@ def compiled(pair: Pair, mesh: MeshAxes, dtype: object = np.float32) -> list[tup
 def _group(line: str) -> int:
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(found[1].split(","))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[a]) for a in re.findall(r"'([^']+)'", found[2]))
     found = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
     return int(found[2]) if found else 1
 

@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwise import _jax
-from shardwise.convert import OPEN, too_many_entries
+from shardwise.convert import OPEN, spec_text, too_many_entries
 from shardwise.device_tensor import Devices
 from shardwise.errors import ShardingError
 from shardwise.sharding import Axes
@@ -162,7 +162,7 @@ def _entries(spec: PartitionSpec, x: Any, name: str, source: str) -> list[Entry]
         raise too_many_entries(spec, what, source)
     if spec.unreduced or spec.reduced:
         raise ShardingError(
-            f"an annotation cannot ask for a pending sum: {spec}",
+            f"an annotation cannot ask for a pending sum: {spec_text(spec)}",
             where=source,
             facts=f"it annotates {what}",
             hint="leave out unreduced and reduced: shardwise keeps sums pending where that pays",

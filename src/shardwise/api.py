@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardwise import _jax, transform
 from shardwise.arguments import (
@@ -113,7 +113,9 @@ def _automatic(mesh: AnyMesh) -> AnyMesh:
     """The mesh with axes of type Auto: how values lie is shardwise's to say, not their types'."""
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    return AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

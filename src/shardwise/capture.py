@@ -34,6 +34,7 @@ _INLINED = {
     "custom_vmap_call": "call",
     "custom_lin": "call_jaxpr",
     "composite": "jaxpr",
+    "eval_jaxpr": "call_jaxpr",
 }
 
 # Identities that say nothing about values: their result is their operand.
@@ -99,8 +100,8 @@ class _Capture:
         for eqn in inner.eqns:
             args = [self.read(env, a) for a in eqn.invars]
             name = eqn.primitive.name
-            if (key := _INLINED.get(name)) and key in eqn.params:
-                outs = self.call(eqn, eqn.params[key], args, body)
+            if (key := _INLINED.get(name)) and key in (params := _jax.params_of(eqn)):
+                outs = self.call(eqn, params[key], args, body)
             elif (written_out := respell(eqn, self.platform)) is not None:
                 first = len(body.eqns)
                 outs = self.inline(written_out, args, body)
@@ -116,7 +117,7 @@ class _Capture:
             env.update(zip(eqn.outvars, outs, strict=True))
 
     def equation(self, eqn: Any, args: list[Var], outs: list[Var]) -> Eqn:
-        params, bodies = dict(eqn.params), []
+        params, bodies = _jax.params_of(eqn), []
         for key in _STRUCTURED.get(eqn.primitive.name, ()):
             sub = params.pop(key)
             bodies += [self.body(s) for s in (sub if isinstance(sub, (tuple, list)) else (sub,))]

@@ -48,11 +48,12 @@ def from_spec(spec: PartitionSpec, rank: int, mesh: AnyMesh, where: str = "") ->
     used = [a for d in dims for a in d] + list(partial)
     if twice := sorted({a for a in used if used.count(a) > 1}, key=used.index):
         raise ShardingError(
-            f"mesh axis {axes.text(twice)} is used twice in {spec}",
+            f"mesh axis {axes.text(twice)} is used twice in {spec_text(spec)}",
             where=where,
             hint="an axis splits one dim: take it out of the others",
         )
-    return Sharding((*dims, *[()] * (rank - len(dims))), partial)
+    kind = getattr(spec, "unreduced_kind", None)  # newer JAX: also min and max
+    return Sharding((*dims, *[()] * (rank - len(dims))), partial, kind.name if kind else "sum")
 
 
 def _entry_atoms(entry: Any, mesh: MeshAxes, where: str) -> Axes:
@@ -72,7 +73,7 @@ def expand(axis: str, mesh: MeshAxes, where: str = "") -> Axes:
 
 def too_many_entries(spec: PartitionSpec, of: str, where: str) -> ShardingError:
     return ShardingError(
-        f"{spec} has {len(spec)} entries for {of}",
+        f"{spec_text(spec)} has {len(spec)} entries for {of}",
         where=where,
         hint="give one entry per dim; trailing dims that are not split may be left out",
     )
@@ -81,6 +82,11 @@ def too_many_entries(spec: PartitionSpec, of: str, where: str) -> ShardingError:
 def open_dims(spec: PartitionSpec) -> frozenset[int]:
     """The dims a spec leaves to completion (`P.UNCONSTRAINED`)."""
     return frozenset(i for i, e in enumerate(spec.partitions) if e is OPEN)
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """A spec as every version of JAX can read it: newer ones print the usual kind of sum, too."""
+    return str(spec).replace(", unreduced_kind=sum", "")
 
 
 def to_spec(sharding: Sharding, mesh: AnyMesh, *, atoms: bool = False) -> PartitionSpec:
@@ -147,7 +153,7 @@ def to_named(value: Sharding | Placement, mesh: Mesh | AbstractMesh) -> NamedSha
         if not placed.sharding.partial:
             raise
         raise ShardingError(
-            f"a pending sum has no NamedSharding on this mesh: {spec}",
+            f"a pending sum has no NamedSharding on this mesh: {spec_text(spec)}",
             facts="JAX allows unreduced axes on a mesh whose axes are Explicit only",
             hint="finish the sum first: convert sharding.tiling",
         ) from e

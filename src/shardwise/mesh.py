@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardwise.errors import ShardingError
 
@@ -168,12 +168,12 @@ class MeshAxes:
         names, sizes = self._atom_shape()
         if isinstance(mesh, Mesh):
             return Mesh(np.asarray(mesh.devices).reshape(sizes), names)
-        return AbstractMesh(sizes, names)
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
     """An `AbstractMesh` from `{"x": 2, "y": 4}`: for planning with no device."""
-    return AbstractMesh(tuple(axes.values()), tuple(axes))
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def device_mesh(axes: dict[str, int]) -> Mesh:

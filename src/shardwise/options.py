@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise.arguments import type_text
 from shardwise.complete import Given
-from shardwise.convert import from_named, from_spec, open_dims
+from shardwise.convert import from_named, from_spec, open_dims, spec_text
 from shardwise.device_tensor import Placement
 from shardwise.errors import ShardingError
 
@@ -103,7 +103,9 @@ class Option:
             raise ShardingError(e.what, where=self.where, facts=facts, hint=e.hint) from None
         if placed.sharding.partial:
             raise ShardingError(
-                f"{self.name} cannot ask for a pending sum: {spec}", where=self.where, facts=of
+                f"{self.name} cannot ask for a pending sum: {spec_text(spec)}",
+                where=self.where,
+                facts=of,
             )
         free = open_dims(spec if isinstance(spec, P) else spec.spec)
         source = f"{self.name} at {self.where}"

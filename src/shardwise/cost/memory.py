@@ -72,7 +72,7 @@ def _inside(eqn: Any, body: Any) -> int:
     """What a body needs beyond its caller's operands and results."""
     inside = peak_temporaries(body)
     if eqn.primitive.name in ("scan", "while"):
-        carries = eqn.params.get("num_carry", len(body.outvars))
+        carries = _jax.params_of(eqn).get("num_carry", len(body.outvars))
         inside += sum(nbytes(v) for v in body.outvars[:carries] if not isinstance(v, _jax.Literal))
     return inside
 
