@@ -371,40 +371,6 @@ def test_plans_need_no_device(axes: dict[str, int]):
     assert plan.flops > 0
 
 
-# --- device orders ------------------------------------------------------------------------------
-
-ORDER = np.array([3, 1, 0, 2, 7, 6, 5, 4]).reshape(4, 2)
-
-
-def test_shard_places_a_result_on_the_devices_named():
-    f = sw.spmd(lambda x: sw.shard(x * 2, ORDER), mesh=MESH)
-    y = f(A)
-    near(y, 2 * A)
-    held = {(s.index[0].start, s.index[1].start): s.device.id for s in y.addressable_shards}
-    assert [held[2 * i, 8 * j] for i in range(4) for j in range(2)] == ORDER.ravel().tolist()
-    near(f(y), 4 * A)  # and back
-    text = f.plan(A).explain()
-    assert (
-        "asked for on devices 3, 1, 0, 2, 7, 6, 5, 4: inside, blocks stay in the mesh's order"
-        in text
-    )
-    assert (
-        "moved when the program is done: devices 3, 1, 0, 2, 7, 6, 5, 4 hold the blocks in order"
-        in text
-    )
-
-
-def test_shard_inside_a_program_and_its_gradient():
-    check(lambda x: (jnp.sin(sw.shard(x, ORDER)) + x).sum(0), (f32(10, 3),), MESH)
-
-
-def test_results_on_permuted_devices():
-    f = sw.spmd(jnp.sin, mesh=MESH, out_shardings=NamedSharding(PERMUTED, P("x", "y")))
-    y = f(A)
-    near(y, np.sin(A))
-    assert y.sharding.mesh.devices.tolist() == PERMUTED.devices.tolist()
-
-
 # --- caches -------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ ORDER = """
     errors _jax mesh sharding padded                             # what there is
     device_tensor convert annotate resolve                       # what users say
     messages rounds halo regroup factors program ops             # what primitives do
-    spelling merge pairing share capture                         # a function becomes a program
+    spelling merge pairing share order capture                      # a function becomes a program
     edges complete                                               # every value gets a sharding
     tpu reshard_model reshard_moves reshard_search reshard_rounds
     reshard_emit reshard                                         # from one sharding to another

@@ -271,6 +271,13 @@ def _put(x: Any, sharding: NamedSharding, donate: bool) -> Any:
 
 
 def result(x: Any, layout: Layout, sharding: NamedSharding) -> Any:
-    """A result as the user gets it: on the devices asked for, padded where a split dim is uneven."""
-    x = _put(x, sharding, donate=False)
+    """A result as the user gets it: called by the sharding asked for, padded where a split dim is uneven.
+
+    Where that has another order of devices, the program left each block where it belongs.
+    """
+    if x.sharding != sharding:
+        at = {s.device: s.data for s in x.addressable_shards}
+        mesh: Any = sharding.mesh
+        blocks = [at[d] for d in mesh.devices.flat if d in at]
+        x = jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
     return x if border_shape(layout) == layout.shape else PaddedArray(x, layout.shape, sharding)

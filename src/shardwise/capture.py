@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwise import _jax
 from shardwise.merge import merge
+from shardwise.order import longest_first
 from shardwise.pairing import pair_rows
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.share import share
@@ -208,4 +209,5 @@ def capture_jaxpr(closed: Any, names: Sequence[str] = (), platform: str = "") ->
     merge(body, lambda shape, dtype: c.var(jax.ShapeDtypeStruct(shape, dtype)))
     prune(body)
     share(body)
+    longest_first(body)
     return body

@@ -46,9 +46,11 @@ def annotation(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if v.free and v.make is not None:
         return [v]
     x = p.get(v, s, Note(eqn, "annotation", var=out))
-    # Other layouts the operand is at hand in are left behind: a reader would take the cheapest of
+    # Other layouts the operand is at hand in are no variants: a reader would take the cheapest of
     # them, and the annotation would be a gather that nobody reads.
-    return [Value(out, v.padded, {s: x})]
+    value = Value(out, v.padded, {s: x})
+    value.behind = {**v.behind, **v.variants}
+    return [value]
 
 
 def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:

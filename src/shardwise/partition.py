@@ -173,12 +173,19 @@ class Partitioner:
                     len(s.partial),
                 ),
             )
-            note = note or Note(None, "bring")
-            note = dataclasses.replace(note, value=value.name, before=source, after=sharding)
-            with self.noted(note):
-                x = emit_reshard(value.variants[source], value.layout(source), sharding, self.mesh)
+            x = self.moved(value, source, sharding, note or Note(None, "bring"))
         value.variants[sharding] = x
         return x
+
+    def moved(self, value: Value, source: Sharding, sharding: Sharding, note: Note) -> Any:
+        layout = value.layout(source)
+        if sharding in value.behind and not reshard_bytes(
+            layout, sharding, value.itemsize, self.mesh
+        ):
+            return value.behind[sharding]  # frees the annotated block, which may be a gathered one
+        note = dataclasses.replace(note, value=value.name, before=source, after=sharding)
+        with self.noted(note):
+            return emit_reshard(value.variants[source], layout, sharding, self.mesh)
 
     def as_term(self, value: Value, sharding: Sharding, note: Note | None) -> Any:
         """A finished value as one term of a pending sum: itself on the first block, zero elsewhere."""

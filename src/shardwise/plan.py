@@ -90,11 +90,14 @@ class Plan:
 
     # -- the per-device program --------------------------------------------------------------------
 
-    def device_function(self) -> Callable[..., Any]:
+    def device_function(self, delivered: bool = True) -> Callable[..., Any]:
         """The program on one device's blocks (to be run under shard_map over the atom mesh).
 
-        It takes the arguments that are `passed`.
+        It takes the arguments that are `passed`.  `delivered`: results asked for on another order of
+        the devices are sent there, else they stay in the mesh's order.
         """
+        results = self.completion.results
+        orders = [self.device_orders.get(r) if delivered else None for r in results]
 
         def run(*blocks: Any) -> list[Any]:
             p = self.partitioner
@@ -107,7 +110,7 @@ class Plan:
                 x = next(block) if passed else jnp.zeros(v.shape, v.dtype)
                 values.append(enter(p, v, x, layout))
             outs = p.run(self.body, values)
-            return leave(p, self.body, outs, self.out_layouts)
+            return leave(p, self.body, outs, self.out_layouts, orders)
 
         return run
 
@@ -120,11 +123,11 @@ class Plan:
         extended = jax.dtypes.extended
         return [v.size > 0 or jnp.issubdtype(v.dtype, extended) for v in self.body.invars]
 
-    def mapped(self) -> Callable[..., Any]:
+    def mapped(self, delivered: bool = True) -> Callable[..., Any]:
         """The program on global, padded arrays: `shard_map` of the device function."""
         specs = [P(*(a or None for a in l.sharding.axes)) for l in self.in_layouts]
         run = jax.shard_map(
-            self.device_function(),
+            self.device_function(delivered),
             mesh=self.axes.atom_mesh(self.mesh),
             in_specs=tuple(itertools.compress(specs, self.passed)),
             out_specs=[P(*(a or None for a in l.sharding.axes)) for l in self.out_layouts],
@@ -148,10 +151,11 @@ class Plan:
         """The jaxpr of the whole call; set by `spmd` when the program was traced for running."""
         return jax.make_jaxpr(self.mapped())(*self.padded_avals())
 
-    @property
+    @functools.cached_property
     def jaxpr(self) -> Any:
-        """The per-device jaxpr (inside shard_map)."""
-        for eqn in _jax.open_jaxpr(self.traced)[0].eqns:
+        """The per-device jaxpr (inside shard_map), without what nobody reads: a value annotated twice
+        may be cut for its readers from where it lay before, and the compiler drops the first move."""
+        for eqn in _jax.open_jaxpr(_jax.dce(self.traced))[0].eqns:
             if eqn.primitive.name == "shard_map":
                 return eqn.params["jaxpr"]
         raise AssertionError("no shard_map in the traced program: a shardwise bug")

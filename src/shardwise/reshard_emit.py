@@ -113,6 +113,16 @@ def _from_front(x: Array, parts: Mapping[int, Runs], order: Runs, mesh: MeshAxes
     return x.transpose(perm).reshape(shape)
 
 
+def _leads(x: Array, dim: int) -> bool:
+    """Whether a block along `dim` is contiguous in memory.
+
+    A collective sends contiguous blocks.  Left to itself, XLA gives its operand and result a layout
+    with the dim outermost, which is a transpose element by element on either side, and may spread to
+    what reads the value; cut into parts first, whole rows are copied.  (TPUs do this in their tiles.)
+    """
+    return math.prod(x.shape[:dim]) == 1
+
+
 # ---- the steps -----------------------------------------------------------------------------------
 
 
@@ -129,11 +139,12 @@ def _all_gather(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Arra
     lost = _minor(before, after)
     if len(lost) == 1:
         [(d, atoms)] = lost.items()
-        if not tpu.gathers_badly(x, d, mesh.size(atoms)):
+        if tpu.gathers_badly(x, d, mesh.size(atoms)):
+            columns = x.ndim - 1
+            x = _turned(x, columns, d, atoms, mesh)
+            return lax.all_gather(x, atoms, axis=columns, tiled=True)
+        if tpu.tracing() or _leads(x, d):
             return lax.all_gather(x, atoms, axis=d, tiled=True)
-        columns = x.ndim - 1
-        x = _turned(x, columns, d, atoms, mesh)
-        return lax.all_gather(x, atoms, axis=columns, tiled=True)
     order = tuple(lost.values())
     x = lax.all_gather(x, sum(order, ()), axis=0, tiled=False)
     return _from_front(x, {d: (atoms,) for d, atoms in lost.items()}, order, mesh)
@@ -176,7 +187,8 @@ def _reduce_scatter(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> 
         if (via := tpu.scatter_dim(x, dim, mesh.size(atoms))) is not None:
             y = lax.psum_scatter(x, atoms, scatter_dimension=via, tiled=True)
             return _turned(y, dim, via, atoms, mesh)
-        return lax.psum_scatter(x, atoms, scatter_dimension=dim, tiled=True)
+        if tpu.tracing() or _leads(x, dim):
+            return lax.psum_scatter(x, atoms, scatter_dimension=dim, tiled=True)
     x = _to_front(x, {d: (axes,) for d, axes in won.items()}, order, mesh)
     if op == "sum":
         return lax.psum_scatter(x, atoms, scatter_dimension=0, tiled=False)

@@ -83,7 +83,7 @@ def _partitioned(fn: Callable[..., Any], mesh: Mesh, limits: Limits) -> Callable
         plan = make_plan(mesh, body, *free, None, out_tree, names, limits)
         outside = functools.partial(_outside, mesh=mesh, axes=plan.axes)
         ins = [_pad(outside(x, l), l) for x, l in zip(args, plan.in_layouts, strict=True)]
-        outs = plan.mapped()(*ins)
+        outs = plan.mapped(delivered=False)(*ins)
         return [outside(_cut(o, l), l) for o, l in zip(outs, plan.out_layouts, strict=True)]
 
     return run

@@ -19,9 +19,11 @@ class Value:
       make: for a *created* value (literals, iota, broadcast scalars, masks made of them): the block
         in any sharding, at no communication.  Such a value takes the sharding of what uses it.
       zero: it is zero everywhere, so it can be a term of any pending sum.
+      behind: the blocks an annotated value had before it was brought to the annotated sharding.  No
+        layout is chosen for them; who only cuts such a block out of the annotated one finds it here.
     """
 
-    __slots__ = ("itemsize", "make", "name", "padded", "shape", "variants", "zero")
+    __slots__ = ("behind", "itemsize", "make", "name", "padded", "shape", "variants", "zero")
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Value:
         self.variants: dict[Sharding, Any] = variants or {}
         self.make = make
         self.zero = zero
+        self.behind: dict[Sharding, Any] = {}
 
     @property
     def free(self) -> bool:

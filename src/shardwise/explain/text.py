@@ -52,6 +52,8 @@ def reason(plan: Plan, note: Note) -> str:
         return around(plan, note.choice.window, eqn)
     if note.what == "local":
         return f"{eqn.name} exchanges data along a dim that is split" if eqn else ""
+    if note.what == "device order":
+        return f"{note.value}: each block to the device that the order asked for names"
     if note.before is None or note.after is None:
         return f"{note.what} {note.value}".strip()
     text = f"{note.value}: {note.before.text(mesh)} -> {note.after.text(mesh)}"
@@ -160,9 +162,7 @@ def explain(plan: Plan) -> str:
         lines.append(f"{r.name} = {name(v)}: {sharded(plan, r)}{_because(plan, r)}")
         if r in plan.device_orders:
             ids = _ids(plan.device_orders[r])
-            lines.append(
-                f"    moved when the program is done: devices {ids} hold the blocks in order"
-            )
+            lines.append(f"    sent there at the end: devices {ids} hold the blocks in order")
     lines += ["", *_collectives(plan), *_fallbacks(plan)]
     return "\n".join(lines)
 
