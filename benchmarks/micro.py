@@ -21,11 +21,9 @@ LATER = frozenset(
         "top_k_sharded_dim",
         "median",
         "fft_sharded_dim",
-        "conv_spatial",
-        "conv_spatial_dilated",
     )
 )
-"""Operators that have no rule yet (sort, top-k, FFT, convolution): shown, not judged."""
+"""Operators that have no rule yet (sort, top-k, FFT): shown, not judged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from benchmarks import programs, table
-from shardwise.explain.text import variables
 from shardwise.nn import transformer
 
 CONFIG = dataclasses.replace(programs.DENSE, vocab=2048)
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     base_bytes = 0.0
     rows = []
     for name, plan in variants():
-        mine = [v for v in variables(plan.body) if v.rank and "annotation" not in v.name]
+        mine = [v for v in plan.body.variables() if v.rank and "annotation" not in v.name]
         shardings = [plan.completion.sharding(v).text(plan.axes) for v in mine]
         sharded = sum(v.nbytes for v in mine if plan.completion.sharding(v).used)
         if not base:

@@ -1,11 +1,13 @@
-"""The tour runs: every python block of docs/tour.md, in order, prints what the page says."""
+"""Pages run: every python block of docs/tour.md and docs/manual.md, in order, prints what the page says."""
 
 import contextlib
 import io
 import pathlib
 import re
 
-TOUR = pathlib.Path(__file__).parent.parent / "docs" / "tour.md"
+import pytest
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 
 def blocks(text):
@@ -14,10 +16,11 @@ def blocks(text):
     return [(m.group(1), m.group(2) or "") for m in re.finditer(pattern, text, re.S)]
 
 
-def test_the_tour_prints_what_it_says():
+@pytest.mark.parametrize("page", ["tour.md", "manual.md"])
+def test_the_page_prints_what_it_says(page):
     scope = {}
-    for code, want in blocks(TOUR.read_text()):
+    for code, want in blocks((DOCS / page).read_text()):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(code, "tour.md", "exec"), scope)
+            exec(compile(code, page, "exec"), scope)
         assert out.getvalue() == want, code

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise.testing import CheckFailed, check, fuzz
+from shardwise.testing.check import Reference
 from shardwise.testing.operations import OPERATIONS, random_program
 from shardwise.testing.programs import Program
 
@@ -41,25 +42,8 @@ def test_random_programs(program: Program):
 
 def test_every_operation_is_drawn():
     """None is dead: each makes a line in one of the first few hundred programs."""
-    text = "\n".join(fuzz.program_of(seed).function() for seed in range(300))
-    drawn = {name for name in SIGNS if re.search(SIGNS[name], text)}
-    assert set(SIGNS) - drawn == set()
-    assert {f.__name__.strip("_") for f in OPERATIONS} == set(SIGNS)
-
-
-SIGNS = {
-    "unary": r"jnp\.tanh", "binary": r"= a\d \* |= v\d \* a", "bias": r"= v\d \+ a\d", "dot": "einsum",
-    "select": r"where\(a", "causal_mask": r"where\(jnp\.arange", "positions": "iota", "clamp": "clip",
-    "reduce": r"jnp\.(sum|mean)\(", "reduce_exact": r"jnp\.arg", "reduce_bool": r"jnp\.(any|all)",
-    "product": "prod", "cumulative": "cumsum", "cumulative_exact": "cummax", "softmax": "softmax",
-    "layernorm": "rsqrt", "transpose": "transpose", "reshape": "reshape", "broadcast": "broadcast_to",
-    "squeeze": "index_in_dim", "slice": "= lax.slice_in_dim", "reverse": r"lax\.rev", "roll": "roll",
-    "pad": r"lax\.pad", "concatenate": "concatenate", "take_rows": r"jnp\.take\(",
-    "take_along": "take_along", "dynamic_slice": r"dynamic_slice", "dynamic_update": "dynamic_update",
-    "scatter_add": r"\.add\(", "scan": "0.5 * c".replace("*", r"\*"), "scan_weights": "h @ w",
-    "accumulate": r"g \+ x\.T", "loop": "fori_loop", "cond": r"lax\.cond", "checkpoint": "checkpoint",
-    "mapped": "vmap", "convert": "astype", "noise": "uniform",
-}  # fmt: skip
+    drawn = {name for seed in range(800) for name in fuzz.program_of(seed).used}
+    assert {f.__name__.strip("_") for f in OPERATIONS} - drawn == set()
 
 
 def test_a_program_is_its_text():
@@ -70,21 +54,47 @@ def test_a_program_is_its_text():
 
 
 def test_fuzz_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """A failure is printed with its seed and the script that reproduces it."""
-    assert fuzz.report(*fuzz.fuzz(60, seed=0, steps=2, count=2)) == 0
-    assert capsys.readouterr().out == "2 programs, 0 failures\n"
+    """A failure is printed with its seed and a smaller script that reproduces it."""
+    assert fuzz.report(fuzz.fuzz(60, seed=0, steps=2, count=2)) == 0
+    assert re.fullmatch(
+        r"2 programs \(0 skipped\), \d+ s: 0 wrong, 0 copies, 0 bytes, 0 crash\n",
+        capsys.readouterr().out,
+    )
 
     def fail(self: Program) -> None:
-        raise CheckFailed("result: wrong")
+        if any("fft" in line for line in self.lines):
+            raise CheckFailed("result: wrong")
+        raise Reference("no program")
 
+    seed = next(s for s in range(500) if "fft" in fuzz.program_of(s).used)
     monkeypatch.setattr(Program, "run", fail)
-    assert fuzz.report(*fuzz.fuzz(60, seed=7, count=1)) == 1
+    assert fuzz.report(fuzz.fuzz(60, seed=seed, count=1)) == 1
     out = capsys.readouterr().out
     assert out.startswith(
-        "seed 7: CheckFailed: result: wrong\n\n# seed 7\n# CheckFailed: result: wrong\n"
+        f"seed {seed}: wrong: result: wrong\n\n# seed {seed}, wrong\n# result: wrong\nimport jax"
     )
-    assert fuzz.program_of(7).text() in out
-    assert out.endswith("1 programs, 1 failures\n")
+    lines = [line for line in out.splitlines() if line.startswith("    v")]
+    assert "fft" in lines[-1] and "grad=False" in out
+    assert re.search(r"1 programs \(0 skipped\), \d+ s: 1 wrong, 0 copies, 0 bytes, 0 crash\n", out)
+
+
+def test_outcomes_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    """What one device refuses is no program; what only the partitioned one raises is a crash."""
+    raised: list[Exception] = []
+
+    def fail(self: Program) -> None:
+        raise raised[-1]
+
+    monkeypatch.setattr(Program, "run", fail)
+    for error, kind in (
+        (CheckFailed("result: differs"), "wrong"),
+        (CheckFailed("x\n  devices 0 and 1 hold different copies of one block"), "copies"),
+        (CheckFailed("the compiled program sends 3 bytes"), "bytes"),
+        (Reference("no gradient"), "skipped"),
+        (KeyError("v1"), "crash"),
+    ):
+        raised.append(error)
+        assert fuzz.outcome(fuzz.program_of(0))[0] == kind
 
 
 # --- the oracle ---------------------------------------------------------------------------------
@@ -142,14 +152,34 @@ def test_check_sees_wrong_gradients():
     check(lambda x, y: f(x) + y, (X, X), AXES, grad=[1])
 
 
+def test_check_of_values_and_gradients_together():
+    """One program, compiled once; what is wrong with either is seen."""
+    f, specs = lambda x: {"y": jnp.sin(x).sum(0), "n": x.shape[0]}, P("x")
+    plan = check(f, (X,), AXES, specs, {"y": P("y"), "n": None}, together=True, wire="at most")
+    assert jax.tree.leaves(plan.out_shardings)[-1] == P("x", None)  # the gradient
+
+    @jax.custom_vjp
+    def g(x: Any) -> Any:
+        return x * 2
+
+    g.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * (3 if _partitioned(ct) else 2),))
+    assert "result[1][0]" in message(g, X, together=True)
+    assert "result[0]" in message(lambda x: wrong(x, x.at[0, 0].set(7)), X, together=True)
+
+
+def test_what_one_device_refuses_is_told():
+    with pytest.raises(Reference, match="TypeError"):
+        check(lambda x: x @ "no", (X,), AXES)
+
+
 def test_check_sees_copies_that_differ(monkeypatch: pytest.MonkeyPatch):
     """What is said to be replicated must be the same bits on every device."""
     from shardwise.plan import Plan
 
     honest = Plan.device_function
 
-    def lying(plan: Plan) -> Callable[..., Any]:
-        run = honest(plan)
+    def lying(plan: Plan, *args: Any) -> Callable[..., Any]:
+        run = honest(plan, *args)
         return lambda *xs: [y + lax.axis_index("y") * 1e-9 for y in run(*xs)]
 
     monkeypatch.setattr(Plan, "device_function", lying)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from test_reshard import X4Y2, even, shardings, spread
+from reshards import X4Y2, even, shardings, spread
 
 from shardwise import reshard, reshard_search
 from shardwise.mesh import MeshAxes

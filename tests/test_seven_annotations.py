@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 import shardwise as sw
-from shardwise.explain.text import variables
 from shardwise.nn import transformer
 
 CONFIG = transformer.TransformerConfig(
@@ -56,7 +55,7 @@ def test_every_other_tensor_of_a_layer_follows(strategy):
         v
         for scan in plan.body.eqns
         if scan.name == "scan"
-        for v in variables(scan.bodies[0])
+        for v in scan.bodies[0].variables()
         if v.nbytes >= limit and not plan.completion.sharding(v).used and v.name != "mask"
     ]
     # the causal mask is made from iota wherever it is needed, in any split

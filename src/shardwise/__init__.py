@@ -3,8 +3,11 @@
 from shardwise import ops as _ops  # noqa: F401  (registers the rules)
 from shardwise.annotate import annotate, mesh_split, replicate, shard, split
 from shardwise.api import Spmd, spmd
+from shardwise.batched import batched
+from shardwise.blocks import auto_to_manual, manual_to_auto
 from shardwise.cost.comm import Collective
 from shardwise.errors import ShardingError
+from shardwise.manual import manual
 from shardwise.mesh import MeshAxes, abstract_mesh, device_mesh
 from shardwise.padded import PaddedArray
 from shardwise.partition import Fallback
@@ -23,7 +26,11 @@ __all__ = [
     "Spmd",
     "abstract_mesh",
     "annotate",
+    "auto_to_manual",
+    "batched",
     "device_mesh",
+    "manual",
+    "manual_to_auto",
     "mesh_split",
     "replicate",
     "shard",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, core, source_info_util, traceback_util
+from jax._src import config, core, dispatch, effects, source_info_util, traceback_util
 from jax._src import linear_util as lu
-from jax._src.interpreters import ad, partial_eval
+from jax._src.interpreters import ad, mlir, partial_eval
 from jax._src.lax import lax as lax_internal
 
 traceback_util.register_exclusion(__file__)
@@ -55,6 +57,7 @@ def dce(closed: Any) -> Any:
     """
     if open_jaxpr(closed)[0].is_high:
         closed = partial_eval.lower_jaxpr2(closed)
+    closed = _without_refs(closed)
     jaxpr, consts = open_jaxpr(closed)
     if jaxpr.constvars and not consts:
         return closed
@@ -131,24 +134,18 @@ def bind_call(primitive: Any, fn: Callable[..., Any], args: Any, **params: Any) 
     return primitive.bind(*body.consts, *args, call_jaxpr=body.with_consts(()), **params)
 
 
+def with_consts(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A jaxpr closed over the values of its constants."""
+    if hasattr(jaxpr, "with_consts"):
+        return jaxpr.with_consts(list(consts))
+    return core.ClosedJaxpr(jaxpr, list(consts))
+
+
 def closed(jaxpr: Any) -> Any:
     """A closed jaxpr of an open one without constants."""
     if hasattr(jaxpr, "with_consts") or isinstance(jaxpr, getattr(core, "ClosedJaxpr", ())):
         return jaxpr
     return core.ClosedJaxpr(jaxpr, ())
-
-
-def key_primitives() -> dict[str, Any]:
-    """Primitives of random keys by name; only some of them have a public name."""
-    from jax._src.random import core as random_core
-    from jax._src.random import prng
-
-    found = {}
-    for module in (prng, random_core):
-        for name, p in vars(module).items():
-            if name.endswith("_p") and isinstance(p, core.Primitive):
-                found[name.removesuffix("_p")] = p
-    return found
 
 
 def call_primitive(name: str, impl: Callable[..., Any]) -> Any:
@@ -172,6 +169,22 @@ def call_primitive(name: str, impl: Callable[..., Any]) -> Any:
         core.call_p
     ]
     return p
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A context without Python's cyclic garbage collection.
+
+    Tracing and planning make many objects and drop few: every collection would go through all of them to
+    free next to nothing.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def at_top_level() -> bool:
@@ -203,6 +216,81 @@ def automatic_context_mesh() -> Any:
     )
 
 
+_program_mesh = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def programs_mesh(mesh: Any) -> Iterator[None]:
+    """A context in which the user's function is traced for a mesh: its axes have names.
+
+    The mesh is part of the key of JAX's caches: a function of the user's under jit, traced for one
+    device before, is traced again.
+    """
+    sizes = [(str(n), mesh.shape[n]) for n in mesh.axis_names]
+    with _program_mesh(mesh), core.extend_axis_env_nd(sizes):
+        yield
+
+
+def program_mesh() -> Any:
+    """The mesh the function being traced is partitioned for, None outside `spmd`."""
+    return _program_mesh.value
+
+
+def under_manual_control() -> tuple[str, ...]:
+    """The axes of the enclosing shard_maps, as JAX is tracing now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(str(n) for n, kind in types if kind == jax.sharding.AxisType.Manual)
+
+
+def device_count(x: Any) -> int:
+    """How many devices an array lies on; 0 while it is traced, and for what is no array."""
+    return 0 if isinstance(x, core.Tracer) or not isinstance(x, jax.Array) else len(x.devices())
+
+
+def varies_over(x: Any) -> tuple[str, ...]:
+    """The axes along which devices may hold different values, inside a shard_map that checks them."""
+    return tuple(map(str, jax.typeof(x).mat.varying))
+
+
+def _opaque_avals(*avals: Any, fn: Callable[..., Any]) -> Any:
+    jaxpr = jax.make_jaxpr(fn)(*avals)
+    return [plain_aval(a) for a in jaxpr.out_avals], jaxpr.effects
+
+
+_opaque_p = core.Primitive("opaque")
+_opaque_p.multiple_results = True
+_opaque_p.def_impl(lambda *xs, fn: fn(*xs))
+_opaque_p.def_effectful_abstract_eval(_opaque_avals)
+mlir.register_lowering(
+    _opaque_p, lambda ctx, *xs, fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *xs),
+    cacheable=False,
+)  # fmt: skip
+
+
+def opaque(fn: Callable[..., list[Any]], *args: Any) -> list[Any]:
+    """`fn(*args)`, out of the sight of jit where it holds a callback.
+
+    With a callback in sight, jit insists that all shardings of a program are on one mesh, though those
+    of arguments are on the user's and the program's on its atoms.
+    """
+    if not dispatch.jaxpr_has_prim_requiring_devices(open_jaxpr(jax.make_jaxpr(fn)(*args))[0]):
+        return list(fn(*args))
+    return _opaque_p.bind(*args, fn=fn)
+
+
+def plain_aval(aval: Any) -> Any:
+    """An abstract array with nothing said of where it lies; what else there is as it is."""
+    if not isinstance(aval, (core.ShapedArray, jax.ShapeDtypeStruct)):
+        return aval
+    return core.ShapedArray(aval.shape, aval.dtype)
+
+
+def is_ordered(effect: Any) -> bool:
+    """Whether an effect keeps the order of the program; None is no effect."""
+    return effect is not None and effects.ordered_effects.contains(effect)
+
+
 def without_types(x: Any) -> Any:
     """An array on Explicit axes as one on Auto axes: where it lies is not part of its type."""
     s = getattr(x, "sharding", None)
@@ -218,3 +306,42 @@ def tracing_platform() -> str:
     """The platform of the devices shard_map is being traced for; empty on a mesh without devices."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "platform", None) or ""
+
+
+def as_function(jaxpr: Any) -> Callable[..., Any]:
+    """A jaxpr as a function that returns a list."""
+    inner, consts = open_jaxpr(jaxpr)
+    return lambda *xs: core.eval_jaxpr(inner, consts, *xs)
+
+
+def _without_refs(closed: Any) -> Any:
+    """The same program with its mutable references (`jax.new_ref`) as values: reads and writes become
+    slices and updates, as in jit before it compiles."""
+    if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
+        return closed
+    from jax._src.state.discharge import discharge_state
+
+    return discharge_state(closed)
+
+
+def run_state_body(jaxpr: Any) -> Any:
+    """The body of a `run_state` as a function of values that returns the values left behind."""
+    from jax._src.state.discharge import discharge_state
+
+    return discharge_state(closed(jaxpr))
+
+
+def key_function(key_dtype: Any, use: str) -> Callable[..., Any]:
+    """What a generator does to one raw key: `seed`, `split`, `fold_in`."""
+    return getattr(key_dtype._impl, use)
+
+
+def wrap_key_data(raw: Any, key_dtype: Any) -> Any:
+    """Words as keys of a dtype."""
+    return jax.random.wrap_key_data(raw, impl=key_dtype._impl)
+
+
+def dst_sharding(eqn: Any) -> Any:
+    """Where `jax.sharding.reshard` wants its operand: on concrete devices, if it knows them."""
+    s, mesh = eqn.params["dst_sharding"], eqn.params.get("concrete_mesh")
+    return s if mesh is None else jax.sharding.NamedSharding(mesh, s.spec)

@@ -233,9 +233,10 @@ class Spmd:
             self._plans[key] = plan
         return self._plans[key]
 
+    @_jax.uncollected()
     def _make_plan(self, call: Call, avals: list[Any], lie: tuple[Any, ...]) -> Plan:
         weak: list[bool] = []
-        with _jax.automatic_context_mesh():
+        with _jax.automatic_context_mesh(), _jax.programs_mesh(self.mesh):
             body, out_tree = capture(self._flat(call, weak), avals, call.names)
         results = self._out.flat(out_tree, body.outvars, _result_names(out_tree))
         given = self._given(call, avals, lie)
@@ -272,6 +273,7 @@ class Spmd:
             self._programs[plan] = self._build(call, plan)
         return self._programs[plan]
 
+    @_jax.uncollected()
     def _build(self, call: Call, plan: Plan) -> _Program:
         mesh = self._devices()
         results = plan.completion.results
@@ -325,7 +327,8 @@ class Spmd:
             args, kwargs = call.arguments(
                 [transform.pin(*x, mesh) for x in zip(xs, wishes, strict=True)]
             )
-            out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
+            with _jax.programs_mesh(devices):
+                out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
             out_tree[:] = [tree]
             asked = self._out.flat(tree, [abstract(o) for o in out], _result_names(tree))
             return [transform.pin(*x, mesh) for x in zip(out, asked, strict=True)]

@@ -14,18 +14,25 @@ import jax
 import numpy as np
 
 from shardwise import _jax
+from shardwise.associative import find_scans
+from shardwise.copies import unshare
+from shardwise.invariants import lift
 from shardwise.merge import merge
 from shardwise.order import longest_first
 from shardwise.pairing import pair_rows
 from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.ranking import rank_sorts
+from shardwise.refused import refuse
 from shardwise.share import share
 from shardwise.spelling import respell
+from shardwise.swap import swap
 
 # primitive name -> the parameter that holds the function to inline
 _INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "spmd_call": "call_jaxpr",
     "remat_call": "call_jaxpr",
@@ -36,10 +43,20 @@ _INLINED = {
     "custom_lin": "call_jaxpr",
     "composite": "jaxpr",
     "eval_jaxpr": "call_jaxpr",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+    "custom_partitioning": "call",
+    "compute_on": "jaxpr",
+    "fused_call": "jaxpr",
+    "cudnn_fusion": "jaxpr",
+    "xla_metadata_call": "jaxpr",
 }
 
 # Identities that say nothing about values: their result is their operand.
-_IDENTITIES = frozenset(["name", "stop_gradient", "device_put", "copy", "tie"])
+_IDENTITIES = frozenset(
+    ["name", "stop_gradient", "device_put", "copy", "tie", "pvary", "reshard", "stage",
+     "layout_constraint"]
+)  # fmt: skip
 
 # primitive name -> the parameters that hold bodies, in order
 _STRUCTURED = {
@@ -49,15 +66,24 @@ _STRUCTURED = {
     "checkpoint": ("jaxpr",),
     "remat": ("jaxpr",),
     "remat2": ("jaxpr",),
+    "shard_map": ("jaxpr",),
 }
 
 
+# Kept though nobody reads their results.
+_EFFECTS = frozenset(
+    ["debug_callback", "io_callback", "debug_print", "inspect_sharding", "dce_sink"]
+)
+
+
 class _Capture:
-    def __init__(self, platform: str) -> None:
-        self.platform = platform
+    def __init__(self, platform: str, scans: bool = True) -> None:
+        self.platform, self.scans = platform, scans
         self.callers: tuple[Any, ...] = ()
         self.ids = 0
         self.eqn_ids = 0
+        # of jaxprs that equations hold, with what keeps the ids in the key alive
+        self.bodies: dict[Any, tuple[Body, Any]] = {}
 
     def var(self, aval: Any, name: str = "") -> Var:
         self.ids += 1
@@ -74,9 +100,16 @@ class _Capture:
         self.bind_consts(inner, consts, env, body)
         self.equations(inner, env, body)
         body.outvars = [self.read(env, v) for v in inner.outvars]
+        if self.scans:
+            find_scans(body, self.unrecognised, self.var)
         pair_rows(body, lambda shape, dtype: self.var(jax.ShapeDtypeStruct(shape, dtype)))
+        rank_sorts(body)
         prune(body)
         return body
+
+    def unrecognised(self, fn: Callable[..., Any], avals: Sequence[Any]) -> Body:
+        """A function as a body in which scans stand as JAX writes them."""
+        return _Capture(self.platform, scans=False).body(_jax.dce(jax.make_jaxpr(fn)(*avals)))
 
     def bind_consts(
         self, inner: Any, consts: Sequence[Any], env: dict[Any, Var], body: Body
@@ -112,7 +145,10 @@ class _Capture:
                 outs = [self.converted(args[0], eqn.params["new_dtype"])]
             elif name in _IDENTITIES:
                 outs = args[: len(eqn.outvars)]
+            elif name == "reshard":  # of a program on Explicit axes: an annotation here
+                outs = self.constrain(eqn, args, [_jax.dst_sharding(eqn)], body)
             else:
+                refuse(name, _jax.source_of(eqn.source_info))
                 outs = [self.var(v.aval) for v in eqn.outvars]
                 body.eqns.append(self.equation(eqn, args, outs))
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -121,7 +157,11 @@ class _Capture:
         params, bodies = _jax.params_of(eqn), []
         for key in _STRUCTURED.get(eqn.primitive.name, ()):
             sub = params.pop(key)
-            bodies += [self.body(s) for s in (sub if isinstance(sub, (tuple, list)) else (sub,))]
+            for s in sub if isinstance(sub, (tuple, list)) else (sub,):
+                key = (id(s), *map(id, self.callers))
+                if key not in self.bodies:
+                    self.bodies[key] = self.body(s), (s, self.callers)
+                bodies.append(self.bodies[key][0])
         self.eqn_ids += 1
         return Eqn(
             eqn.primitive, args, outs, params, bodies, eqn.source_info, self.eqn_ids, self.callers
@@ -142,6 +182,18 @@ class _Capture:
         self.bind_consts(inner, consts, env, body)
         self.equations(inner, env, body)
         return [self.read(env, v) for v in inner.outvars]
+
+    def written_out(
+        self, f: Callable[..., Any], eqn: Eqn, body: Body
+    ) -> tuple[list[Eqn], list[Var]]:
+        """The equations of a function of an equation's operands, in its place in the user's code."""
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in eqn.invars]
+        new = Body([], [], [], [])
+        outs = self.inline(jax.make_jaxpr(f)(*avals), eqn.invars, new)
+        body.consts += new.consts
+        for e in new.eqns:
+            e.info, e.callers = eqn.info, eqn.callers
+        return new.eqns, outs
 
     def constrain(self, eqn: Any, values: list[Var], shardings: Any, body: Body) -> list[Var]:
         out = []
@@ -180,13 +232,13 @@ def prune(body: Body) -> None:
 
 
 def _has_effects(eqn: Eqn) -> bool:
-    return eqn.name in ("debug_callback", "io_callback", "debug_print") or any(
-        _has_effects(e) for b in eqn.bodies for e in b.eqns
-    )
+    foreign = bool(eqn.params.get("has_side_effect"))
+    nested = any(_has_effects(e) for b in eqn.bodies for e in b.eqns)
+    return eqn.name in _EFFECTS or foreign or nested
 
 
 def capture(
-    fn: Callable[..., Any], avals: Sequence[Any], names: Sequence[str] = ()
+    fn: Callable[..., Any], avals: Sequence[Any], names: Sequence[str] = (), merged: bool = True
 ) -> tuple[Body, Any]:
     """Trace `fn` on abstract arguments.
 
@@ -194,20 +246,32 @@ def capture(
       fn: a function of flat positional arguments returning a pytree.
       avals: `ShapeDtypeStruct`s (or anything with shape and dtype), one per argument.
       names: what to call the arguments in reports.
+      merged: False leaves moves as they are spelled.
 
     Returns:
       the flat program, and the tree of its results.
     """
     closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    return capture_jaxpr(closed, names), jax.tree.structure(out_shape)
+    return capture_jaxpr(closed, names, merged=merged), jax.tree.structure(out_shape)
 
 
-def capture_jaxpr(closed: Any, names: Sequence[str] = (), platform: str = "") -> Body:
+def capture_jaxpr(
+    closed: Any, names: Sequence[str] = (), platform: str = "", merged: bool = True
+) -> Body:
     """A closed jaxpr as a flat `Body`, for a platform (`lax.platform_dependent`; else the default's)."""
     c = _Capture(platform or jax.default_backend())
     body = c.body(_jax.dce(closed), names)
-    merge(body, lambda shape, dtype: c.var(jax.ShapeDtypeStruct(shape, dtype)))
-    prune(body)
+
+    def fresh(shape: tuple[int, ...], dtype: Any) -> Var:
+        return c.var(jax.ShapeDtypeStruct(shape, dtype))
+
+    swap(body, fresh)
+    if merged:
+        merge(body, fresh, c.written_out)
+        prune(body)
     share(body)
     longest_first(body)
+    unshare(body, c.var)
+    if lift(body, fresh):
+        share(body)
     return body

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from shardwise.factors import Assignment, FactorRule, assignment_fits, dim_axes, spread
 from shardwise.mesh import MeshAxes
@@ -35,8 +36,7 @@ FEWER_BYTES = 0.85
 LOWER_PRICE = 0.95
 
 
-@dataclasses.dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """An operand as the choice sees it.
 
     Attributes:
@@ -44,6 +44,8 @@ class Operand:
       free: it can be made in any sharding at no cost (literals, iota, broadcast scalars).
       zero: it is known to be zero, so it can count as a term of any pending sum.
       uses: how many equations read it; `dots`: how many dots do.
+      times: a value from outside a loop is brought to a layout once for so many iterations, where the
+        block takes at most `room` bytes.
     """
 
     shape: tuple[int, ...]
@@ -54,10 +56,11 @@ class Operand:
     zero: bool = False
     uses: int = 1
     dots: int = 1
+    times: int = 1
+    room: float = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A result as the choice sees it.
 
     Attributes:
@@ -113,7 +116,7 @@ def choose(
     comm: Callable[[LocalContext], float],
     dot: bool = False,
 ) -> tuple[Choice, Choice | None]:
-    """The cheapest candidate and the runner-up (None when there is one candidate only).
+    """The cheapest candidate and the runner-up (None when nothing could be cheaper than the first).
 
     `comm` prices the op's own communication.  Ties go to the candidate found first: the wanted
     result's layout, then the operands' in order.
@@ -122,19 +125,44 @@ def choose(
     def priced(anywhere: bool) -> list[Choice]:
         found = [
             _priced(rule, assignment, pending, operands, results, mesh, comm, dot)
-            for rule in rules
+            for rule in (rules[:1] if anywhere else rules)
             for assignment in candidates(rule, operands, results, mesh, anywhere)
             for pending in _pending_sums(rule, operands)
         ]
         # stable: the first found wins a tie
         return sorted((c for c in found if c is not None), key=lambda c: round(c.price, 3))
 
+    if (easy := _undisputed(rules, operands, results, mesh, dot)) is not None:
+        return easy, None
     best = priced(anywhere=False)
     if dot and _all_reduces(best[0], results):
         new = priced(anywhere=True)[0]
         if new.bytes < FEWER_BYTES * best[0].bytes and new.price < LOWER_PRICE * best[0].price:
             return new, best[0]
     return best[0], (best[1] if len(best) > 1 else None)
+
+
+def _undisputed(
+    rules: Sequence[FactorRule],
+    operands: tuple[Operand, ...],
+    results: tuple[Result, ...],
+    mesh: MeshAxes,
+    dot: bool,
+) -> Choice | None:
+    """The layout all values that are split agree on, where nothing is sent for it.
+
+    Every other candidate splits less: it does more work, and sends no less than nothing.
+    """
+    rule = rules[0]
+    sources = _sources(rule, operands, results, mesh)
+    pending = any(v.partial for o in operands for v in o.variants)
+    if len(rules) > 1 or len(sources) != 1 or pending or rule.special:
+        return None
+    (a,) = sources
+    if not assignment_fits(rule, a, mesh) or not _pads(rule, a, operands, results, mesh):
+        return None
+    found = _priced(rule, a, {}, operands, results, mesh, lambda ctx: 0.0, dot)
+    return found if found is not None and found.bytes == 0 else None
 
 
 def _all_reduces(c: Choice, results: Sequence[Result]) -> bool:
@@ -154,7 +182,8 @@ def candidates(
 ) -> Iterator[Assignment]:
     """Assignments worth pricing, each once, the plain ones (one value's own layout) first.
 
-    An atom may split the factors some value has it on, or none.  `anywhere` lets it split any factor:
+    An atom may split the factors some value has it on, or none; one that some value has on a factor
+    that must lie whole may also split another (`_elsewhere`).  `anywhere` lets it split any factor:
     a contraction split over an axis can be cheaper with the axis on its batch, by an all-to-all before
     and an all-gather after, than as a pending sum and an all-reduce.
     """
@@ -176,8 +205,13 @@ def candidates(
     for a in (*plain, {}):
         if fresh(a):
             yield a
+    for a in _elsewhere(rule, sources, mesh):
+        if fresh(a):
+            plain.append(a)
+            yield a
     groups = _groups(plain, mesh)
-    every = [f for f in range(len(rule.sizes)) if anywhere and f not in rule.whole]
+    fixed = rule.whole | rule.special  # windows follow some value's split, or none
+    every = [f for f in range(len(rule.sizes)) if anywhere and f not in fixed]
     options = [(*dict.fromkeys([*_options(g[0], plain), *every]), None) for g in groups]
     for picks in itertools.islice(itertools.product(*options), MAX_CANDIDATES):
         a: Assignment = {}
@@ -208,6 +242,35 @@ def _sources(
         for v in o.variants:
             add(dims, v)
     return out
+
+
+def _elsewhere(
+    rule: FactorRule, sources: Sequence[Assignment], mesh: MeshAxes
+) -> Iterator[Assignment]:
+    """Sources that split a factor which must lie whole, with those atoms on factors that need not.
+
+    A sort of rows that are split is one all-to-all to whole rows, and one back: (g-1)/g of a block
+    each, where gathering the rows is (g-1) blocks and leaves every device the whole work.  The atoms
+    go to one other factor, the largest first; or they are spread over several, as far as they divide
+    them.
+    """
+    free = [
+        f
+        for f, size in sorted(enumerate(rule.sizes), key=lambda x: -x[1])
+        if size > 1 and f not in rule.whole and f not in rule.special and not rule.op_of(f)
+    ]
+    for source in sources:
+        stuck = [a for f, atoms in source.items() if f in rule.whole for a in atoms]
+        if not stuck:
+            continue
+        kept = {f: atoms for f, atoms in source.items() if f not in rule.whole}
+        for f in free:
+            yield {**kept, f: (*kept.get(f, ()), *stuck)}
+        spread_out = dict(kept)
+        for f in free:
+            while stuck and rule.sizes[f] % mesh.size((*spread_out.get(f, ()), stuck[0])) == 0:
+                spread_out[f] = (*spread_out.get(f, ()), stuck.pop(0))
+        yield spread_out
 
 
 def _options(atom: str, sources: Sequence[Assignment]) -> list[int]:
@@ -249,19 +312,29 @@ def _pads(
     """Whether every dim's padded size splits evenly: one class of dims, one padded size.
 
     A factor of a compound dim splits evenly or not at all, so its other dims must have no padding;
-    neither must those of a factor the rule says so of.
+    neither must those, of the factor's own size, of a factor the rule says so of.
     """
-    dims_of_all = (*rule.operands, *rule.results)
-    unpadded = {f for dims in dims_of_all for fs in dims if len(fs) > 1 for f in fs} | rule.even
     for values, dims_of in ((operands, rule.operands), (results, rule.results)):
         for v, dims in zip(values, dims_of, strict=True):
             for size, padded, factors in zip(v.shape, v.padded, dims, strict=True):
-                shards = mesh.size(dim_axes(factors, a))
-                if shards > 1 and (padded % shards or size == 0):
+                axes = dim_axes(factors, a)
+                if not axes:
+                    continue
+                if padded % mesh.size(axes) or size == 0:
                     return False
-                if shards > 1 and padded != size and not unpadded.isdisjoint(factors):
+                if padded != size and not _unpadded(rule).isdisjoint(factors):
+                    return False
+                if padded != size and any(
+                    f in rule.even and rule.sizes[f] == size for f in factors
+                ):
                     return False
     return True
+
+
+def _unpadded(rule: FactorRule) -> frozenset[int]:
+    """The factors of compound dims: they split evenly, so their other dims must have no padding."""
+    dims_of_all = (*rule.operands, *rule.results)
+    return frozenset(f for dims in dims_of_all for fs in dims if len(fs) > 1 for f in fs)
 
 
 def _pending_sums(rule: FactorRule, operands: Sequence[Operand]) -> Iterator[dict[int, Axes]]:
@@ -309,7 +382,8 @@ def _priced(
     for i, (o, l) in enumerate(zip(operands, ins, strict=True)):
         if o.free or (o.zero and i in pending):
             continue
-        total += _bring(o, l, mesh, dot)
+        # where a halo would do, the next to read an operand may not want it gathered as well
+        total += _bring(o, l, mesh, dot and not rule.special)
     for r, l in zip(results, outs, strict=True):
         total += _deliver(r, l, mesh)
     work = _work(rule, assignment, ins, outs, operands, results, mesh, dot)
@@ -325,6 +399,8 @@ def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
         if layout.sharding.partial and not v.partial:
             continue
         share = o.uses if v.partial else (o.dots if dot else 1)
+        if o.times > 1 and math.prod(layout.local_shape(mesh)) * o.itemsize <= o.room:
+            share = max(share, 1) * o.times
         prices.append(
             reshard_bytes(layout.with_sharding(v), layout.sharding, o.itemsize, mesh)
             / max(share, 1)

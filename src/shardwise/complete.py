@@ -16,10 +16,11 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardwise.edges import BACKWARD, BOTH, FORWARD, Edge, edges_of, tie
+from shardwise.edges import BACKWARD, FORWARD, Edge, edges_of, tie
 from shardwise.factors import Assignment, gathered, spread
 from shardwise.mesh import MeshAxes
 from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.regions import Regions
 from shardwise.sharding import Axes, Sharding, padded_size
 
 
@@ -49,6 +50,7 @@ class Completion:
       results: stand-ins for the program's results, carrying what the caller asked of them.
       annotated: values whose sharding the user gave, with the dims given.
       padded: padded sizes of the values that have any (`_padded_sizes`).
+      regions: what is under manual control.
     """
 
     body: Body
@@ -60,6 +62,7 @@ class Completion:
     results: list[Var]
     edges: list[Edge]
     annotated: dict[Var, Reason]
+    regions: Regions = dataclasses.field(default_factory=Regions)
     visits: int = 0
 
     def sharding(self, v: Var) -> Sharding:
@@ -90,14 +93,17 @@ def complete(
     arguments: Sequence[Given | None],
     results: Sequence[Given | None],
     annotation_of: dict[Eqn, Given],
+    regions: Regions | None = None,
 ) -> Completion:
     """Complete the shardings of a program.
 
     Args:
       arguments, results: what the caller gave for each of `body.invars` and `body.outvars`.
       annotation_of: the annotation equations of the program with what each says.
+      regions: what of the program is under manual control.
     """
-    edges = edges_of(body)
+    regions = regions or Regions()
+    edges = edges_of(body, regions.crossings)
     stand_ins = []
     for i, v in enumerate(body.outvars):
         out = Var(-1 - i, v.shape, v.dtype, f"result{i}")
@@ -105,13 +111,15 @@ def complete(
         if not isinstance(v, Lit):
             eqn = Eqn(None, [v], [out], {}, [], None, 1 << 30)
             edges.append(tie(v, out, eqn, "result"))
-    c = Completion(body, mesh, {}, {}, {}, {}, stand_ins, edges, {})
+    c = Completion(body, mesh, {}, {}, {}, {}, stand_ins, edges, {}, regions)
     for v, given in zip(body.invars, arguments, strict=True):
         _fix(c, v, given)
     for eqn, given in annotation_of.items():
         _fix(c, eqn.outvars[0], given)
     for v, given in zip(stand_ins, results, strict=True):
         _fix(c, v, given)
+    for v, axes, eqn in regions.specs:
+        _fix(c, v, Given(axes, frozenset(), eqn.source, eqn.name))
     _run(c)
     c.padded = _padded_sizes(c)
     return c
@@ -164,11 +172,8 @@ def _visit(c: Completion, edge: Edge, direction: str) -> list[Var]:
         return []
     merged: Assignment = {f: axes for f, (axes, _, _) in proposals.items()}
     changed = []
-    first, last = {
-        BOTH: (0, len(edge.values)),
-        FORWARD: (edge.operand_count, len(edge.values)),
-        BACKWARD: (0, edge.operand_count),
-    }[direction]
+    first = edge.operand_count if direction == FORWARD else 0
+    last = edge.operand_count if direction == BACKWARD else len(edge.values)
     for i in range(first, last):
         v = edge.values[i]
         if isinstance(v, Lit) or not v.shape:
@@ -188,23 +193,21 @@ def _proposals(c: Completion, edge: Edge, direction: str) -> Proposals:
     atom goes to one factor only, contracted factors being asked last.
     """
     mesh, rule = c.mesh, edge.rule
-    lo, hi = {
-        BOTH: (0, len(edge.values)),
-        FORWARD: (0, edge.operand_count),
-        BACKWARD: (edge.operand_count, len(edge.values)),
-    }[direction]
+    first = edge.operand_count if direction == BACKWARD else 0
+    last = edge.operand_count if direction == FORWARD else len(edge.values)
     found: list[tuple[bool, bool, int, int, int, int, Axes]] = []
-    for i in range(lo, hi):
-        axes = c.axes.get(edge.values[i])
+    reduced_factors = [f for f, _ in rule.reduced]
+    for i in range(first, last):
+        v = edge.values[i]
+        axes = c.axes.get(v)
         if axes is None:
             continue
-        v = edge.values[i]
         for d, factors in enumerate(edge.dims[i]):
             if not axes[d]:
                 continue
             fixed = d in c.fixed.get(v, ())
             for f, atoms in spread(factors, axes[d], rule.sizes, mesh).items():
-                reduced = rule.op_of(f) is not None
+                reduced = f in reduced_factors
                 found.append((reduced, not fixed, -v.nbytes, i, d, f, atoms))
     out: Proposals = {}
     for _, _, _, i, d, f, atoms in sorted(found):
@@ -219,12 +222,15 @@ def _refine(c: Completion, edge: Edge, i: int, merged: Assignment, proposals: Pr
     axes = c.axes.get(v) or [()] * v.rank
     new = list(axes)
     for d, factors in enumerate(edge.dims[i]):
-        if not factors or d in c.fixed.get(v, ()) or v.shape[d] == 1:
+        if not factors:
             continue
         want = gathered(factors, merged, edge.rule.sizes, mesh)
         if len(want) <= len(new[d]) or want[: len(new[d])] != new[d]:
             continue
+        if d in c.fixed.get(v, ()) or v.shape[d] == 1:
+            continue
         others = {a for e, dim in enumerate(new) if e != d for a in dim}
+        others.update(c.regions.taken.get(v, ()))
         want = _free_prefix(want, others)
         want = _fitting_prefix(want, edge, i, d, mesh)
         if len(want) > len(new[d]):
@@ -254,6 +260,35 @@ def _fitting_prefix(want: Axes, edge: Edge, i: int, d: int, mesh: MeshAxes) -> A
     return want
 
 
+def _move(c: Completion, edge: Edge) -> tuple[Var, int, int] | None:
+    """A dim that may have to take the atoms of one that must lie whole, and over how many shards.
+
+    `choose` moves them there, to a dim or several that they divide; where less can be split so, the
+    largest dim is padded.
+    """
+    rule, mesh = edge.rule, c.mesh
+    stuck: list[str] = []
+    free: dict[int, tuple[Var, int]] = {}
+    for v, dims in zip(edge.values, edge.dims, strict=True):
+        for d, (fs, atoms) in enumerate(zip(dims, c.axes.get(v) or [()] * v.rank, strict=True)):
+            if not rule.whole.isdisjoint(fs):
+                stuck += [a for a in atoms if a not in stuck]
+            elif len(fs) == 1 and v.shape[d] > 1 and not (rule.special | rule.even) & {*fs}:
+                free.setdefault(fs[0], (v, d))
+    if not stuck or not free:
+        return None
+    divided, rest = 1, list(stuck)
+    for f in free:
+        left = rule.sizes[f]
+        while rest and left % mesh.size_of[rest[0]] == 0:
+            left //= mesh.size_of[rest[0]]
+            divided *= mesh.size_of[rest.pop(0)]
+    largest = max(free, key=rule.sizes.__getitem__)
+    size, shards = rule.sizes[largest], mesh.size(stuck)
+    padded = -(-size // shards)
+    return (*free[largest], shards) if padded * divided < size else None
+
+
 def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
     """One padded size per class of dims tied by a factor: the least all its splits divide.
 
@@ -267,6 +302,8 @@ def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
         for d, atoms in enumerate(axes)
         if atoms and v.shape[d] % c.mesh.size(atoms)
     }
+    moves = [m for edge in c.edges if edge.rule.whole and (m := _move(c, edge))]
+    uneven.update(v.shape[d] for v, d, _ in moves)
     if not uneven:
         return {}
     parent: dict[tuple[Var, int], tuple[Var, int]] = {}
@@ -290,6 +327,9 @@ def _padded_sizes(c: Completion) -> dict[Var, tuple[int, ...]]:
         for d, atoms in enumerate(axes):
             if atoms and v.shape[d] in uneven:
                 counts[find((v, d))].add(c.mesh.size(atoms))
+    for v, d, shards in moves:
+        if not counts.get(x := find((v, d))):
+            counts[x] = {shards}
     values = {v for edge in c.edges for v in edge.values} | set(c.axes)
     return {
         v: tuple(

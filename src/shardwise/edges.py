@@ -8,6 +8,7 @@ tied by an identity rule, with the scanned dim belonging to the operand only.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.registry import level_of, rules_of
@@ -35,6 +36,7 @@ class Edge:
       values: operands, then results (literals and rank-0 values included; they hold no dims).
       passes: (level, direction) pairs.
       eqn: the equation it comes from; `label` what to call it in reasons.
+      dims: the factors of every dim of every value.
     """
 
     rule: FactorRule
@@ -43,9 +45,8 @@ class Edge:
     eqn: Eqn
     label: str
 
-    @property
-    def dims(self) -> list[tuple[tuple[int, ...], ...]]:
-        return [*self.rule.operands, *self.rule.results]
+    def __post_init__(self) -> None:
+        self.dims = (*self.rule.operands, *self.rule.results)
 
     @property
     def operand_count(self) -> int:
@@ -60,16 +61,22 @@ def tie(a: Var, b: Var, eqn: Eqn, label: str, stacked: bool = False) -> Edge:
     return Edge(build.build([lead + dims], [dims]), [a, b], PASSES["elementwise"], eqn, label)
 
 
-def edges_of(body: Body) -> list[Edge]:
-    """All edges of a program, bodies included, in program order."""
+def edges_of(body: Body, crossings: Mapping[Eqn, Sequence[Edge]] | None = None) -> list[Edge]:
+    """All edges of a program, bodies included, in program order.
+
+    Args:
+      crossings: the edges of equations that go into or out of manual control (`regions`).
+    """
     out: list[Edge] = []
     for eqn in body.eqns:
-        if eqn.bodies:
+        if crossings and eqn in crossings:
+            out += crossings[eqn]
+        elif eqn.bodies:
             out += _control_flow(eqn)
-            for sub in eqn.bodies:
-                out += edges_of(sub)
         else:
             out += _equation(eqn)
+        for sub in eqn.bodies:
+            out += edges_of(sub, crossings)
     return out
 
 
@@ -87,7 +94,46 @@ def _equation(eqn: Eqn) -> list[Edge]:
 def _control_flow(eqn: Eqn) -> list[Edge]:
     pairs = {"scan": _scan, "while": _while, "cond": _cond}.get(eqn.name, _call)(eqn)
     edges = [tie(a, b, eqn, eqn.name, stacked) for a, b, stacked in pairs if a.shape or b.shape]
-    return edges + (_batch_dims(eqn) if eqn.name == "while" else [])
+    more = {"while": _batch_dims, "scan": _stacks}.get(eqn.name)
+    return edges + (more(eqn) if more else [])
+
+
+def _stacks(eqn: Eqn) -> list[Edge]:
+    """A scan without order maps its stacks: `l i, l j -> l k`; they are split alike over the loop."""
+    if not eqn.params["length"] or not orderless(eqn):
+        return []
+    n, c = eqn.params["num_consts"], eqn.params["num_carry"]
+    build = RuleBuilder()
+    length = build.factor(eqn.params["length"])
+    xs, ys = eqn.invars[n + c :], eqn.outvars[c:]
+    dims = [[length, *build.factors(v.shape[1:])] for v in (*xs, *ys)]
+    rule = build.build(dims[: len(xs)], dims[len(xs) :])
+    return [Edge(rule, [*xs, *ys], PASSES["dims"], eqn, "scan")]
+
+
+def orderless(eqn: Eqn) -> bool:
+    """Whether iterations of a scan do not depend on each other, but for sums: `lax.map`, its gradient."""
+    (body,) = eqn.bodies
+    n, c = eqn.params["num_consts"], eqn.params["num_carry"]
+    carries = zip(body.invars[n : n + c], body.outvars, strict=False)
+    return all(addend(body, v, out) is not None for v, out in carries)
+
+
+def addend(body: Body, carry: Var, out: Var) -> Var | None:
+    """The value added to a carry, when `out = carry + it` is all the body does with the carry."""
+    producer = {v: e for e in body.eqns for v in e.outvars}
+    readers: dict[Var, int] = {}
+    for e in body.eqns:
+        for v in e.invars:
+            readers[v] = readers.get(v, 0) + 1
+    for v in body.outvars:
+        readers[v] = readers.get(v, 0) + 1
+    if isinstance(out, Lit) or readers.get(carry) != 1 or readers.get(out) != 1:
+        return None
+    eqn = producer.get(out)
+    if eqn is None or eqn.name not in ("add", "add_any") or carry not in eqn.invars:
+        return None
+    return next(v for v in eqn.invars if v is not carry)
 
 
 def _batch_dims(eqn: Eqn) -> list[Edge]:

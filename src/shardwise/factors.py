@@ -18,12 +18,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from shardwise.mesh import MeshAxes
+from shardwise.mesh import MeshAxes, hashed_once
 
 Factors = tuple[int, ...]  # of one dim, major first
 Dims = tuple[Factors, ...]  # of one value
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class FactorRule:
     """How an equation's dims correspond.
@@ -123,6 +124,8 @@ Assignment = dict[int, tuple[str, ...]]
 
 def dim_axes(factors: Factors, assignment: Assignment) -> tuple[str, ...]:
     """The atoms of a dim: those of its factors, in order."""
+    if len(factors) == 1:
+        return assignment.get(factors[0], ())
     return tuple(a for f in factors for a in assignment.get(f, ()))
 
 
@@ -136,6 +139,8 @@ def assignment_fits(rule: FactorRule, assignment: Assignment, mesh: MeshAxes) ->
     for dims in (*rule.operands, *rule.results):
         seen: set[str] = set()
         for factors in dims:
+            if assignment.keys().isdisjoint(factors):
+                continue
             whole_before = True
             for f in factors:
                 atoms = assignment.get(f, ())

@@ -146,13 +146,17 @@ class Device:
 # ---- static exchange -------------------------------------------------------------------------
 
 
-def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any:
+def exchange(
+    x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None,
+    received: dict[Step, Any] | None = None,
+) -> Any:  # fmt: skip
     """Carry out a plan on a local block.
 
     Args:
       x: the local block, `plan.block` rows along `dim`.
       atoms: what `dim` is split over, major first; `plan.shards` blocks.
       fill: a scalar for wanted rows that no device held; None leaves them unspecified.
+      received: what steps received of this very block before: read, and added to.
 
     Returns:
       The local block of the result, `plan.length` rows along `dim`.
@@ -163,7 +167,10 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
         data = lax.slice_in_dim(whole, *plan.span, axis=dim)
         start, bounds = device.at(plan.start), (int(np.min(plan.start)), int(np.max(plan.start)))
         return cut(data, dim, start, plan.length, 0 if fill is None else fill, bounds)
-    out = (_scatter if plan.method == "scatter" else _run_steps)(x, dim, device, plan)
+    if plan.method == "scatter":
+        out = _scatter(x, dim, device, plan)
+    else:
+        out = _run_steps(x, dim, device, plan, {} if received is None else received)
     if fill is None or not any(plan.fills):
         return out
     i, held = iota_of(out, dim), True
@@ -174,10 +181,15 @@ def exchange(x: Any, dim: int, atoms: Axes, plan: Plan, fill: Any = None) -> Any
     return where(held, out, fill)
 
 
-def _run_steps(x: Any, dim: int, device: Device, plan: Plan) -> Any:
-    def piece(step: Any) -> Any:
+def _run_steps(x: Any, dim: int, device: Device, plan: Plan, received: dict[Step, Any]) -> Any:
+    def piece(step: Step) -> Any:
+        if step in received:
+            return received[step]
         window = rows_at(x, dim, device.at(step.take), step.rows)
-        return device.receive(window, step.pairs) if step.pairs else window
+        if not step.pairs:
+            return window
+        received[step] = device.receive(window, step.pairs)
+        return received[step]
 
     def zeros(rows: int) -> Any:
         return lax.full((*x.shape[:dim], rows, *x.shape[dim + 1 :]), 0, x.dtype)

@@ -6,8 +6,12 @@ along one dim becomes one `assemble` of pieces of the arrays it starts from.
 
     concatenate(slice(x, 1:), slice(x, :1))      -> assemble (x, 1, n-1), (x, 0, 1)
     concatenate(neg(slice(x, h:)), slice(x, :h)) -> assemble (neg x, h, h), (x, 0, h)
+    dynamic_slice(concatenate(x, x), i)          -> rotate x, i
 
-The last is the rotation of rotary embeddings: an elementwise op of a slice is a slice of the op.
+The last but one is the rotation of rotary embeddings: an elementwise op of a slice is a slice of the
+op; the last is a `jnp.roll` by a traced amount.  Gathers and scatters of known indices are spelled as
+moves first (`known`), moves that change nothing are dropped, and results without elements are made of
+nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +20,17 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from jax import lax
 
+from shardwise.known import Known, as_moves
 from shardwise.ops.assemble import assemble_p
+from shardwise.ops.rotate import rotate_p
 from shardwise.program import Body, Eqn, Lit, Var
 
 MAX_PIECES = 64
 
+# Equations that mean more than their result: annotations, and what has effects.
+_KEPT = frozenset(["annotation", "sharding_constraint", "optimization_barrier"])
 _UNARY = frozenset(["neg", "convert_element_type", "abs", "exp", "tanh", "logistic", "cos", "sin"])
 
 
@@ -44,11 +53,13 @@ class Cut:
 
 
 class _Merge:
-    def __init__(self, body: Body, fresh: Any):
-        self.body, self.fresh = body, fresh
+    def __init__(self, body: Body, fresh: Any, written_out: Any):
+        self.body, self.fresh, self.written_out = body, fresh, written_out
+        self.known = Known(body)
         self.cuts: dict[Var, Cut] = {}
         self.scalars: dict[Var, Lit] = {}  # arrays of one element that hold a literal
         self.made: dict[Var, Eqn] = {}
+        self.same: dict[Var, Var] = {}  # values that are another value
         self.uses: dict[Var, int] = {}
         for eqn in body.eqns:
             for v in eqn.invars:
@@ -57,45 +68,88 @@ class _Merge:
     def run(self) -> None:
         out: list[Eqn] = []
         for eqn in self.body.eqns:
-            out += self.equation(eqn)
-            self.made.update(dict.fromkeys(eqn.outvars, eqn))
+            out += self.replaced(eqn)
         self.body.eqns = out
+        self.body.outvars = [self.same.get(v, v) for v in self.body.outvars]
+
+    def replaced(self, eqn: Eqn) -> list[Eqn]:
+        """The equation, or what replaces it; remembers what its results are made of."""
+        eqn.invars = [self.same.get(v, v) for v in eqn.invars]
+        f = _nothing(eqn) or as_moves(eqn, self.known)
+        if f is None:
+            new = self.equation(eqn)
+            self.made.update(dict.fromkeys(eqn.outvars, eqn))
+            return new
+        eqns, results = self.written_out(f, eqn, self.body)
+        result: Var = results[0]
+        for e in eqns:
+            for v in e.invars:
+                self.uses[v] = self.uses.get(v, 0) + 1
+        new = [n for e in eqns for n in self.replaced(e)]
+        self.same[eqn.outvars[0]] = self.same.get(result, result)
+        return new
 
     def equation(self, eqn: Eqn) -> list[Eqn]:
-        """The equation, or what replaces it; remembers what its result is made of."""
+        """One equation, merged with those before it."""
         if eqn.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Lit):
             self.scalars[eqn.outvars[0]] = eqn.invars[0]
+        if eqn.name == "dynamic_slice" and (turned := self.turned(eqn)) is not None:
+            return [turned]
         hoisted = self.hoisted(eqn) if eqn.name == "concatenate" else []
         cut = self.cut(eqn)
         if cut is None:
             return [eqn]
         composed = self.composed(cut)
+        if len(composed.pieces) == 1 and _is_all(composed, eqn.outvars[0]):
+            self.same[eqn.outvars[0]] = composed.pieces[0][0]
+            return hoisted
         self.cuts[eqn.outvars[0]] = composed
-        if composed == cut:
+        if composed == cut and (eqn.name != "concatenate" or _each_once(cut, eqn)):
             return [eqn]
         if len(composed.pieces) > MAX_PIECES or not any(v.rank for v, _, _ in composed.pieces):
             self.cuts[eqn.outvars[0]] = cut
             return [eqn]
         return [*hoisted, _assembled(eqn, composed)]
 
+    def turned(self, eqn: Eqn) -> Eqn | None:
+        """A dynamic slice of an array joined to itself: the array turned around (`jnp.roll`)."""
+        twice, (y,) = self.made.get(eqn.invars[0]), eqn.outvars
+        if twice is None or twice.name != "concatenate":
+            return None
+        d, (x, *more) = twice.params["dimension"], twice.invars
+        if more != [x] or x.shape != y.shape:
+            return None
+        return Eqn(
+            rotate_p, [x, eqn.invars[1 + d]], [y], {"dimension": d}, [], eqn.info, eqn.id,
+            eqn.callers,
+        )  # fmt: skip
+
     def cut(self, eqn: Eqn) -> Cut | None:
         """What one equation cuts and joins, when it is along one dim and without strides."""
         f = {
             "slice": self.of_slice,
+            "dynamic_slice": self.of_slice,
             "pad": self.of_pad,
             "concatenate": self.of_concatenate,
-            "scatter": self.of_update,
             "dynamic_update_slice": self.of_update,
         }.get(eqn.name)
         return f(eqn) if f is not None and 0 not in eqn.outvars[0].shape else None
 
     def of_slice(self, eqn: Eqn) -> Cut | None:
-        (x,), (y,) = eqn.invars, eqn.outvars
+        x, y = eqn.invars[0], eqn.outvars[0]
         changed = [d for d in range(x.rank) if x.shape[d] != y.shape[d]]
-        if len(changed) != 1 or any(s != 1 for s in eqn.params["strides"] or ()):
+        if not changed:
+            return Cut(0, ((x, 0, y.shape[0]),)) if x.rank else None
+        if len(changed) != 1 or any(s != 1 for s in eqn.params.get("strides") or ()):
             return None
         (d,) = changed
-        return Cut(d, ((x, int(eqn.params["start_indices"][d]), y.shape[d]),))
+        if eqn.name == "slice":
+            start = int(eqn.params["start_indices"][d])
+        elif isinstance(at := eqn.invars[1 + d], Lit):
+            start = int(np.clip(int(at.value), 0, x.shape[d] - y.shape[d]))
+        else:
+            return None
+        return Cut(d, ((x, start, y.shape[d]),))
 
     def of_pad(self, eqn: Eqn) -> Cut | None:
         x, fill = eqn.invars
@@ -116,33 +170,16 @@ class _Merge:
         return Cut(d, tuple((v, 0, v.shape[d]) for v in eqn.invars if v.shape[d]))
 
     def of_update(self, eqn: Eqn) -> Cut | None:
-        """`x.at[a:b].set(u)` with a known `a`: three pieces."""
-        if eqn.name == "scatter":
-            x, index, u = eqn.invars
-            n = eqn.params["dimension_numbers"]
-            plain = (
-                not n.inserted_window_dims and not n.operand_batching_dims
-                and len(n.scatter_dims_to_operand_dims) == 1 and index.shape == (1,)
-                and eqn.params.get("update_jaxpr") is None
-            )  # fmt: skip
-            lit = self.scalars.get(index)
-            if not plain or lit is None:
-                return None
-            d, start = n.scatter_dims_to_operand_dims[0], int(lit.value)
-        else:
-            x, u, *starts = eqn.invars
-            changed = [d for d in range(x.rank) if x.shape[d] != u.shape[d]]
-            if len(changed) != 1 or not all(isinstance(s, Lit) for s in starts):
-                return None
-            d = changed[0]
-            start = int(np.clip(int(starts[d].value), 0, x.shape[d] - u.shape[d]))  # type: ignore[attr-defined]
-        rows = u.shape[d]
-        if [s for e, s in enumerate(x.shape) if e != d] != [
-            s for e, s in enumerate(u.shape) if e != d
-        ]:
+        """An update at a known place: three pieces."""
+        x, u, *starts = eqn.invars
+        changed = [d for d in range(x.rank) if x.shape[d] != u.shape[d]]
+        if not changed:
+            return Cut(0, ((u, 0, u.shape[0]),)) if u.rank else None
+        (d, *more), rows = changed, u.shape[changed[0]]
+        at = starts[d]
+        if more or not rows or not isinstance(at, Lit):
             return None
-        if start < 0 or start + rows > x.shape[d] or not rows or rows == x.shape[d]:
-            return None
+        start = int(np.clip(int(at.value), 0, x.shape[d] - rows))
         parts = [(x, 0, start), (u, 0, rows), (x, start + rows, x.shape[d] - start - rows)]
         return Cut(d, tuple(p for p in parts if p[2] > 0))
 
@@ -192,13 +229,37 @@ def _assembled(eqn: Eqn, cut: Cut) -> Eqn:
     return Eqn(assemble_p, operands, eqn.outvars, params, [], eqn.info, eqn.id)
 
 
-def merge(body: Body, fresh: Any) -> None:
+def _is_all(cut: Cut, y: Var) -> bool:
+    """Whether the one piece of a cut is the whole of its source."""
+    source, first, _ = cut.pieces[0]
+    return source.shape == y.shape and first == 0
+
+
+def _each_once(cut: Cut, eqn: Eqn) -> bool:
+    """Whether a concatenation is of arrays that have rows, each once: an `assemble` has each only once
+    as an operand, so that it is brought to its layout, and priced, once."""
+    return len(cut.pieces) == len(eqn.invars) == len(set(eqn.invars))
+
+
+def _nothing(eqn: Eqn) -> Any:
+    """What makes a result without elements: it has no need of what it was computed from."""
+    if len(eqn.outvars) != 1 or eqn.bodies:
+        return None
+    (y,) = eqn.outvars
+    if 0 not in y.shape or not isinstance(y.dtype, np.dtype):
+        return None
+    if not eqn.invars or all(isinstance(v, Lit) for v in eqn.invars) or eqn.name in _KEPT:
+        return None
+    return lambda *_: lax.full(y.shape, 0, y.dtype)
+
+
+def merge(body: Body, fresh: Any, written_out: Any) -> None:
     """Merge the moves of a program and of its bodies, in place.
 
     Args:
       fresh: (shape, dtype) -> a new variable.
+      written_out: (function, equation, body) -> the equations of the function of its operands, and
+        their results; constants go to the body.
     """
-    for eqn in body.eqns:
-        for sub in eqn.bodies:
-            merge(sub, fresh)
-    _Merge(body, fresh).run()
+    for b in body.all():
+        _Merge(b, fresh, written_out).run()

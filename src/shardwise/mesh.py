@@ -14,12 +14,32 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardwise.errors import ShardingError
+
+_T = TypeVar("_T", bound=type)
+
+
+def hashed_once(cls: _T) -> _T:
+    """A frozen dataclass whose hash is worked out once: planning looks up the same values very often."""
+    it: Any = cls
+    compute: Any = cls.__hash__
+
+    def __hash__(self: Any) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = compute(self)
+        return known
+
+    it.__hash__ = __hash__
+    # Strings hash differently in another process.
+    it.__getstate__ = lambda self: {k: v for k, v in self.__dict__.items() if k != "_hash"}
+    return cls
 
 
 def prime_factors(n: int) -> tuple[int, ...]:
@@ -33,6 +53,7 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return (*out, n) if n > 1 else tuple(out)
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
     """The axes of a mesh with their atoms: all that planning needs to know of a mesh.
@@ -90,7 +111,10 @@ class MeshAxes:
 
     def size(self, atoms: Iterable[str]) -> int:
         """Number of shards over `atoms`."""
-        return math.prod(self.size_of[a] for a in atoms)
+        n, size_of = 1, self.size_of
+        for a in atoms:
+            n *= size_of[a]
+        return n
 
     def sort(self, atoms: Iterable[str]) -> tuple[str, ...]:
         """`atoms` in mesh order, each once."""
@@ -169,6 +193,37 @@ class MeshAxes:
         if isinstance(mesh, Mesh):
             return Mesh(np.asarray(mesh.devices).reshape(sizes), names)
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class ManualAxes(MeshAxes):
+    """A mesh some of whose atoms the user has under manual control (GSPMD 3.4).
+
+    Values differ between devices along those atoms in ways only the user knows, so the partitioner
+    works with the others: `atoms` are what is left.  Sizes and names are those of the whole mesh.
+
+    Attributes:
+      manual: the atoms under manual control.
+      spelled: the axes by the names the user's collectives call them, with their atoms, in the
+        order of the mesh they were named on.
+    """
+
+    manual: tuple[str, ...] = ()
+    spelled: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @functools.cached_property
+    def atoms(self) -> tuple[str, ...]:
+        return tuple(a for a in self.size_of if a not in self.manual)
+
+    @functools.cached_property
+    def order(self) -> dict[str, int]:
+        return {a: i for i, a in enumerate(self.size_of)}
+
+    def called(self, names: str | Iterable[str]) -> tuple[str, ...]:
+        """The atoms of the axes a collective names, in the order it names them."""
+        known = dict(self.spelled)
+        names = (names,) if isinstance(names, str) else tuple(names)
+        return tuple(a for n in names for a in known[n])
 
 
 def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:

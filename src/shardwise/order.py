@@ -12,14 +12,18 @@ from __future__ import annotations
 from shardwise.program import Body, Eqn, Lit, Var
 
 
-def longest_first(body: Body, carried: int = 0) -> None:
-    """Of dots that read the same value, put those with more to follow first; in every body, in place.
+def longest_first(body: Body) -> None:
+    """Of dots that read the same value, put those with more to follow first; in every body, in place."""
+    bodies = body.all()
+    carried = {
+        sub: eqn.params.get("num_carry", 0) for b in bodies for eqn in b.eqns for sub in eqn.bodies
+    }
+    for b in bodies:
+        _longest_first(b, carried.get(b, 0))
 
-    The first `carried` results of a body go into its next iteration: all of it follows them.
-    """
-    for eqn in body.eqns:
-        for sub in eqn.bodies:
-            longest_first(sub, eqn.params.get("num_carry", 0))
+
+def _longest_first(body: Body, carried: int) -> None:
+    """The first `carried` results of a body go into its next iteration: all of it follows them."""
     order = _Order(body, carried)
     for eqn in body.eqns:
         if eqn.name == "dot_general":

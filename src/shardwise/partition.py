@@ -12,6 +12,7 @@ why; the per-device jaxpr is later read back into `Plan.collectives` through the
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from shardwise.ops.registry import (
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.reshard import emit_reshard, reshard_bytes
 from shardwise.sharding import Sharding
+from shardwise.share import work
 from shardwise.value import Value, reachable
 from shardwise.windows import Limits, windowed_choice
 
@@ -110,8 +112,14 @@ class Partitioner:
         self.terms: dict[
             Var, int
         ] = {}  # values a loop adds up: how many terms are finished together
+        self.passes: dict[Any, list[Eqn]] = {}  # equations carried out as several (`fft_passes`)
         self._counted: set[Body] = set()
+        self.emitted: dict[Any, Any] = {}  # of the body that runs: `repeats`
+        self._on: dict[MeshAxes, Partitioner] = {}
         self.watch: dict[Var, Value | None] = {}  # values a trial run wants to see
+        self.loops: dict[Any, Any] = {}  # what was decided for each loop, by how its operands lie
+        self.invariant: set[Var] = set()  # what bodies make of loop constants only
+        self.preferred: dict[Var, Sharding] = {}  # how a loop wants what its body hands out
 
     def reset(self) -> None:
         """Forget what an earlier trace left: a plan may be traced again (lowered under another jit)."""
@@ -129,6 +137,8 @@ class Partitioner:
     def asked(self, v: Var) -> Sharding:
         """The sharding a result should be brought to: that of its only reader, where the user fixed it
         (an annotation, or the program's result), else the completed one."""
+        if v in self.preferred:
+            return self.preferred[v]
         reader = self.sole_reader.get(v)
         if reader is None or self.padded(reader) != self.padded(v):
             return self.wanted(v)
@@ -140,7 +150,7 @@ class Partitioner:
 
     def literal(self, v: Lit) -> Value:
         def make(_: Sharding) -> Any:
-            return jnp.asarray(v.value, v.dtype) if not _is_key(v.dtype) else v.value
+            return np.asarray(v.value, v.dtype) if not _is_key(v.dtype) else v.value
 
         return Value(v, v.shape, make=make, zero=_is_zero(v.value))
 
@@ -157,6 +167,8 @@ class Partitioner:
 
     def get(self, value: Value, sharding: Sharding, note: Note | None = None) -> Any:
         """This device's block of a value in a sharding, brought there if need be (once)."""
+        if value.asked is not None:
+            value.asked[sharding] += 1
         if sharding in value.variants:
             return value.variants[sharding]
         if value.make is not None:
@@ -198,20 +210,41 @@ class Partitioner:
     def run(self, body: Body, values: Sequence[Value]) -> list[Value]:
         """Run a body on values for its inputs; returns values for its outputs."""
         env: dict[Var, Value] = dict(zip(body.invars, values, strict=True))
+        outside, self.emitted = self.emitted, {}
         env.update({v: self.constant(v, x) for v, x in body.consts})
         self._count_uses(body)
+        manual = self.completion.regions.meshes
 
         def read(v: Var) -> Value:
             return self.literal(v) if isinstance(v, Lit) else env[v]
 
         for eqn in body.eqns:
             ins = [read(v) for v in eqn.invars]
-            outs = self.handlers.get(eqn.name, Partitioner.equation)(self, eqn, ins)
+            p = self.on(manual[eqn]) if eqn in manual else self
+            outs = self.handlers.get(eqn.name, Partitioner.equation)(p, eqn, ins)
             env.update(zip(eqn.outvars, outs, strict=True))
             for v, out in zip(eqn.outvars, outs, strict=True):
+                if v in self.invariant:
+                    out.times = min((x.times for x in ins if not x.free), default=1)
                 if v in self.watch:
+                    out.asked = Counter() if out.asked is None else out.asked
                     self.watch[v] = out
+        self.emitted = outside
         return [read(v) for v in body.outvars]
+
+    def counted(self, body: Body) -> Body:
+        """A body made of another's equations, whose uses are known."""
+        self._counted.add(body)
+        return body
+
+    def on(self, mesh: MeshAxes) -> Partitioner:
+        """This partitioner on the mesh that a manual region sees; notes and reports are shared."""
+        if mesh == self.mesh:
+            return self
+        if mesh not in self._on:
+            self._on[mesh] = other = copy.copy(self)
+            other.mesh, other._choices = mesh, {}
+        return self._on[mesh]
 
     def _count_uses(self, body: Body) -> None:
         if body in self._counted:  # bodies run more than once: trial runs, branches
@@ -247,7 +280,9 @@ class Partitioner:
             note = Note(eqn, "bring", var=var, choice=choice, runner_up=second)
             xs.append(self.get(v, layout.sharding, note))
         self.report_gathers(eqn, ins, rules, choice)
-        ys = self.local(eqn, choice.context(self.mesh), xs, choice)
+        received = tuple(v.received[l.sharding] for v, l in zip(ins, choice.ins, strict=True))
+        ctx = dataclasses.replace(choice.context(self.mesh), received=received)
+        ys = self.local(eqn, ctx, xs, choice)
         return [
             Value(var, self.padded(var), {layout.sharding: y})
             for var, layout, y in zip(eqn.outvars, choice.outs, ys, strict=True)
@@ -288,8 +323,9 @@ class Partitioner:
         operands = tuple(
             Operand(
                 v.shape, v.padded, v.itemsize, tuple(v.variants), v.free, v.zero,
-                sum(self.uses.get(var, {}).values()) or 1,
-                self.uses.get(var, {}).get(eqn.name, 1),
+                *self._readers(eqn, var, v, dot),
+                v.times,
+                self.limits.room if v.times > 1 else 0,
             )
             for v, var in zip(ins, eqn.invars, strict=True)
         )  # fmt: skip
@@ -304,18 +340,22 @@ class Partitioner:
             )
             for v in eqn.outvars
         )
-        params: Any = None
-        if any(r.special for r in rules):
-            params = id(eqn)
-        key = (eqn.primitive, params, tuple(rules), operands, results)
+        special = any(r.special for r in rules)
+        key = (dot, work(eqn) if special else None, rules, operands, results)
         if key not in self._choices:
             best, second = choose(
                 rules, operands, results, self.mesh, lambda ctx: comm_bytes(ctx, eqn), dot
             )
-            if dot:
+            if eqn.name == "dot_general":
                 best = windowed_choice(best, operands, results, self.mesh, self.limits)
             self._choices[key] = best, second
         return self._choices[key]
+
+    def _readers(self, eqn: Eqn, var: Var, v: Value, dot: bool) -> tuple[int, int]:
+        """How many equations read a value, and how many of this kind; 1 where no price depends on it."""
+        uses = self.uses.get(var, {})
+        pending = any(s.partial for s in v.variants)
+        return (sum(uses.values()) or 1) if pending else 1, uses.get(eqn.name, 1) if dot else 1
 
     # -- fallbacks ---------------------------------------------------------------------------------
 
@@ -337,12 +377,14 @@ class Partitioner:
         ]
 
     def report_gathers(self, eqn: Eqn, ins: list[Value], rules: Any, choice: Choice) -> None:
-        """A dim that lies whole in every rule of this op, and was split, is a fallback to report."""
+        """A dim that lies whole in every rule of this op, and was split, is a fallback to report.
+
+        Not where its atoms now split another dim: then it was moved, not gathered."""
         for i, (v, layout) in enumerate(zip(ins, choice.ins, strict=True)):
             if v.free or layout.sharding == v.first:
                 continue
             for d in range(len(v.shape)):
-                gathered = v.first.axes[d] and not layout.sharding.axes[d]
+                gathered = not layout.sharding.used.issuperset(v.first.axes[d])
                 if gathered and all(r.whole.intersection(r.operands[i][d]) for r in rules):
                     self.fallbacks.append(Fallback(
                         eqn.name, eqn.source, v.name, v.shape,

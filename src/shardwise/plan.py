@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardwise import _jax
+from shardwise import _jax, fft_passes
 from shardwise.border import enter, leave
+from shardwise.callbacks import HANDLERS
 from shardwise.complete import Completion, Given, complete
-from shardwise.control import HANDLERS
 from shardwise.convert import to_spec
 from shardwise.cost import comm, flops, memory
 from shardwise.cost.comm import Collective
@@ -28,6 +28,8 @@ from shardwise.explain import text
 from shardwise.mesh import MeshAxes
 from shardwise.partition import Fallback, Note, Partitioner
 from shardwise.program import Body, Eqn, Var
+from shardwise.regions import regions_of
+from shardwise.repeats import Call
 from shardwise.resolve import from_constraint_params, resolve
 from shardwise.sharding import Layout, Sharding, padded_size
 from shardwise.windows import Limits
@@ -52,7 +54,7 @@ class Plan:
         self.mesh, self.body, self.completion = mesh, body, completion
         self.axes: MeshAxes = completion.mesh
         self.in_tree, self.out_tree, self.names = in_tree, out_tree, names
-        self.partitioner = Partitioner(completion, limits, HANDLERS)
+        self.partitioner = Partitioner(completion, limits, {**HANDLERS, **fft_passes.HANDLERS})
         self.device_orders = device_orders or {}
 
     # -- shardings ---------------------------------------------------------------------------------
@@ -149,7 +151,8 @@ class Plan:
     @functools.cached_property
     def traced(self) -> Any:
         """The jaxpr of the whole call; set by `spmd` when the program was traced for running."""
-        return jax.make_jaxpr(self.mapped())(*self.padded_avals())
+        with _jax.uncollected():
+            return jax.make_jaxpr(self.mapped())(*self.padded_avals())
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -169,7 +172,10 @@ class Plan:
         notes = self.partitioner.notes
         out = []
         for f in found:
-            note = notes[f.note] if f.note is not None and f.note < len(notes) else None
+            note = notes[f.notes[-1]] if f.notes else None
+            for k in reversed(f.notes[:-1]):
+                if note is not None and isinstance(call := notes[k], Call):
+                    note = call.of_mine(note)
             out.append(self._collective(f, note))
         return out
 
@@ -259,7 +265,10 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Complete a captured program into a plan."""
     said = annotated(body, mesh)
-    completion = complete(body, MeshAxes.of(mesh), arguments, results, said)
+    regions = regions_of(body, mesh)
+    regions.check_annotations({e.outvars[0]: (g.axes, g.source) for e, g in said.items()},
+                              MeshAxes.of(mesh))  # fmt: skip
+    completion = complete(body, MeshAxes.of(mesh), arguments, results, said, regions)
     asked = {eqn.outvars[0]: g.device_order for eqn, g in said.items()}
     for v, result, g in zip(body.outvars, completion.results, results, strict=True):
         asked[result] = g.device_order if g is not None else asked.get(v)

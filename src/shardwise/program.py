@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,16 @@ from shardwise import _jax
 class Var:
     """One value of the program: its shape, dtype and, for arguments, the user's name for it."""
 
-    __slots__ = ("dtype", "id", "name", "shape")
+    __slots__ = ("dtype", "id", "name", "nbytes", "shape")
 
     def __init__(self, id: int, shape: tuple[int, ...], dtype: Any, name: str = ""):
         self.id, self.shape, self.dtype, self.name = id, shape, dtype, name
+        self.nbytes = self.size * self.itemsize
+
+    @property
+    def label(self) -> str:
+        """What reports call it."""
+        return self.name or f"v{self.id}"
 
     @property
     def rank(self) -> int:
@@ -30,22 +37,15 @@ class Var:
 
     @property
     def size(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
+        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
         return getattr(self.dtype, "itemsize", 4)
 
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
-
     def __repr__(self) -> str:
         dims = ",".join(map(str, self.shape))
-        return f"{self.name or f'v{self.id}'}:{self.dtype}[{dims}]"
+        return f"{self.label}:{self.dtype}[{dims}]"
 
 
 class Lit(Var):
@@ -61,6 +61,15 @@ class Lit(Var):
         return f"{self.value}"
 
 
+class Memo:
+    """What follows from an equation alone: its rules, once somebody asked."""
+
+    __slots__ = ("rules",)
+
+    def __init__(self) -> None:
+        self.rules: Any = None
+
+
 @dataclasses.dataclass(eq=False)
 class Eqn:
     """One equation.
@@ -73,6 +82,7 @@ class Eqn:
       info: JAX's source info, from which file and line are taken when asked for.
       id: position in the program, in program order.
       callers: source infos of the calls it was inlined from, innermost first.
+      memo: what was worked out from the equation alone; it and its copies have one.
     """
 
     primitive: Any
@@ -83,6 +93,7 @@ class Eqn:
     info: Any
     id: int
     callers: tuple[Any, ...] = ()
+    memo: Memo = dataclasses.field(default_factory=lambda: Memo(), init=False, repr=False)
 
     @functools.cached_property
     def source(self) -> str:
@@ -101,9 +112,40 @@ class Eqn:
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """A program or a sub-program: inputs, equations, outputs; `consts` are values baked in."""
+    """A program or a sub-program: inputs, equations, outputs; `consts` are values baked in.
+
+    `origin` is the body this one is a copy of (`copies`).
+    """
 
     invars: list[Var]
     outvars: list[Var]
     eqns: list[Eqn]
     consts: list[tuple[Var, np.ndarray | Any]]
+    origin: Body | None = None
+
+    def all(self) -> list[Body]:
+        """This body and those in it, inner ones first, each once."""
+        found: dict[Body, None] = {}
+        for eqn in self.eqns:
+            for sub in eqn.bodies:
+                if sub not in found:
+                    found.update(dict.fromkeys(sub.all()))
+        return [*found, self]
+
+    def equations(self) -> list[Eqn]:
+        """Its equations and those of the bodies in it, in program order."""
+        out = []
+        for eqn in self.eqns:
+            for sub in eqn.bodies:
+                out += sub.equations()
+            out.append(eqn)
+        return out
+
+    def variables(self) -> list[Var]:
+        """Its variables and those of the bodies in it, in program order."""
+        out = [*self.invars, *(v for v, _ in self.consts)]
+        for eqn in self.eqns:
+            for sub in eqn.bodies:
+                out += sub.variables()
+            out += eqn.outvars
+        return out

@@ -36,7 +36,11 @@ def emit_step(x: Array, src: Layout, step: Step, mesh: MeshAxes) -> Array:
     before, after = src.with_sharding(step.before), src.with_sharding(step.after)
     if 0 in src.shape:
         return jnp.zeros(after.local_shape(mesh), x.dtype)
-    x = _padded(x, before, after)
+    padded = _padded(x, before, after)
+    if step.kind == "all-to-all" and padded is not x:
+        # XLA on CPUs sends a tuple of slices, wants one layout for all, and makes constants of some.
+        padded = lax.optimization_barrier(padded)
+    x = padded
     if step.kind == "slice":
         x = _slice(x, before, after, mesh)
     elif step.kind == "all-gather":
@@ -131,7 +135,7 @@ def _slice(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Array:
     sizes = list(x.shape)
     for d, won in _minor(after, before).items():
         sizes[d] //= mesh.size(won)
-        starts[d] = lax.axis_index(won) * sizes[d]
+        starts[d] = lax.mul(lax.axis_index(won), np.int32(sizes[d]))
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 

@@ -17,11 +17,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from shardwise.mesh import MeshAxes
+from shardwise.mesh import MeshAxes, hashed_once
 
 Axes = tuple[str, ...]
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Per dim an ordered tuple of atoms (major first), and the atoms a value is partial over.
@@ -139,6 +140,7 @@ def join(a: Sharding, b: Sharding) -> Sharding | None:
     return Sharding(tuple(out), a.partial, a.op)
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A sharding with the shape it applies to.

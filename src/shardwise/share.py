@@ -16,19 +16,22 @@ from shardwise.program import Body, Eqn, Lit, Var
 # Effects, and annotations: each says something at its place.
 _APART = frozenset(
     ["annotation", "sharding_constraint", "debug_callback", "io_callback", "debug_print",
-     "pure_callback", "optimization_barrier"]
+     "pure_callback", "optimization_barrier", "inspect_sharding", "dce_sink", "rng_uniform"]
 )  # fmt: skip
 
 
 def share(body: Body) -> None:
     """Replace equations that repeat an earlier one by its results, in every body, in place."""
+    for b in body.all():
+        _share(b)
+
+
+def _share(body: Body) -> None:
     seen: dict[Any, Eqn] = {}
     same: dict[Var, Var] = {}
     kept = []
     for eqn in body.eqns:
         eqn.invars = [same.get(v, v) for v in eqn.invars]
-        for sub in eqn.bodies:
-            share(sub)
         key = _key(eqn)
         earlier = seen.setdefault(key, eqn) if key is not None else eqn
         if earlier is eqn:
@@ -41,19 +44,24 @@ def share(body: Body) -> None:
 
 def _key(eqn: Eqn) -> Any:
     """What makes two equations equal; None for one that stands for itself."""
-    if eqn.bodies or eqn.name in _APART:
+    if eqn.bodies or eqn.name in _APART or eqn.params.get("has_side_effect"):
         return None
-    key = (
-        eqn.primitive,
-        tuple(_operand(v) for v in eqn.invars),
-        tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items())),
-        tuple((v.shape, str(v.dtype)) for v in eqn.outvars),
-    )
+    key = (*work(eqn), tuple(_operand(v) for v in eqn.invars))
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def work(eqn: Eqn) -> tuple[Any, ...]:
+    """What an equation does to its operands: equal for equations that do the same."""
+    return (
+        eqn.primitive,
+        tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items())),
+        tuple((v.shape, str(v.dtype)) for v in eqn.outvars),
+        tuple(_operand(v) if isinstance(v, Lit) else None for v in eqn.invars),
+    )
 
 
 def _operand(v: Var) -> Any:

@@ -1,6 +1,6 @@
 """Primitives that are other primitives spelled shorter: written out, so that they need no rule.
 
-`split`, `unstack` are slices; `stack`, `tile` are broadcasts and concatenations; random bits of a
+`split`, `unstack` are slices; `stack`, `tile` are concatenations; random bits of a
 counter-based generator are arithmetic on positions, which is what makes their values independent of
 the sharding; a platform-dependent branch is the branch of the platform.
 """
@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 
 from shardwise import _jax
+from shardwise.spelling_long import LONG
+
+MAX_COPIES = 16  # of a tile that are joined
 
 
 def respell(eqn: Any, platform: str) -> Any | None:
@@ -56,13 +60,18 @@ def _stack(eqn: Any, _: str) -> Callable[..., Any]:
 
 
 def _tile(eqn: Any, _: str) -> Callable[..., Any]:
-    """Repeats as new dims, then merged: what is repeated stays local however it is split."""
+    """Copies joined, which is one move of rows; many of them, or copies of one row, as a new dim."""
     reps = [int(r) for r in eqn.params["reps"]]
 
     def tiled(x: Any) -> Any:
-        shape = [n for r, s in zip(reps, x.shape, strict=True) for n in (r, s)]
-        y = lax.broadcast_in_dim(x, shape, [2 * i + 1 for i in range(x.ndim)])
-        return lax.reshape(y, [r * s for r, s in zip(reps, x.shape, strict=True)])
+        for d, (r, n) in enumerate(zip(reps, x.shape, strict=True)):
+            if 1 < r <= MAX_COPIES and n > 1:
+                x = lax.concatenate([x] * r, d)
+            elif r != 1:
+                shape = [*x.shape[:d], r, *x.shape[d:]]
+                y = lax.broadcast_in_dim(x, shape, [i for i in range(x.ndim + 1) if i != d])
+                x = lax.reshape(y, [*x.shape[:d], r * n, *x.shape[d + 1 :]])
+        return x
 
     return tiled if len(reps) == len(eqn.invars[0].aval.shape) else None  # type: ignore[return-value]
 
@@ -76,9 +85,12 @@ def _reshape(eqn: Any, _: str) -> Callable[..., Any] | None:
 
 
 def _random_bits(eqn: Any, _: str) -> Callable[..., Any] | None:
+    """Arithmetic on positions, or XLA's generator, which can be drawn from in blocks for one key."""
     aval = eqn.invars[0].aval
-    impl = _jax.random_bits_impl(aval.dtype)
-    if impl is None or "threefry" not in _jax.key_impl_name(aval.dtype):
+    impl, name = _jax.random_bits_impl(aval.dtype), _jax.key_impl_name(aval.dtype)
+    known = name.startswith(("threefry", "philox"))
+    known = known or (name in ("rbg", "unsafe_rbg") and not aval.shape)
+    if impl is None or not known:
         return None
 
     def bits(keys: Any) -> Any:
@@ -108,18 +120,90 @@ def _without_index(branch: Any, eqn: Any) -> Any:
     return jax.make_jaxpr(lambda _, *xs: run(*xs))(*avals)
 
 
+_CUMULATIVE = {
+    "reduce_window_sum": lax.cumsum,
+    "reduce_window_max": lax.cummax,
+    "reduce_window_min": lax.cummin,
+}
+
+
+def _running(eqn: Any, _: str) -> Callable[..., Any] | None:
+    """A window of all rows up to each one, or from each one on: a cumulative operation, by blocks."""
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    sizes = p["window_dimensions"]
+    slid = [d for d, n in enumerate(sizes) if n > 1 or tuple(p["padding"][d]) != (0, 0)]
+    steps = (*p["window_strides"], *p["base_dilation"], *p["window_dilation"])
+    if len(slid) != 1 or any(s != 1 for s in steps) or sizes[slid[0]] != shape[slid[0]]:
+        return None
+    (d,) = slid
+    reach = sizes[d] - 1
+    reverse = {(reach, 0): False, (0, reach): True}.get(tuple(p["padding"][d]))
+    if reverse is None or (reach == 0 and shape[d] == 0):
+        return None
+    return lambda x: _CUMULATIVE[eqn.primitive.name](x, axis=d, reverse=reverse)
+
+
 def _empty(eqn: Any, _: str) -> Callable[..., Any]:
     """`jnp.empty`, the same on every device and in every run: zeros, as it is on CPUs."""
     return lambda: lax.full(eqn.params["shape"], 0, eqn.params["dtype"])
 
 
+def _linear_solve(eqn: Any, _: str) -> Callable[..., Any]:
+    """`lax.custom_linear_solve` as what it computes: its `solve` of the right-hand sides."""
+    lengths, run = eqn.params["const_lengths"], jex.jaxpr_as_fun(eqn.params["jaxprs"].solve)
+    first = lengths.matvec + lengths.vecmat
+    after = first + lengths.solve + lengths.transpose_solve
+    return lambda *args: run(*args[first : first + lengths.solve], *args[after:])
+
+
+def _symmetric_product(eqn: Any, platform: str) -> Callable[..., Any] | None:
+    """`alpha A A' + beta C`, as JAX lowers it but on GPUs, which have a routine for it."""
+    if platform in ("gpu", "cuda", "rocm"):
+        return None
+    alpha, beta = eqn.params["alpha"], eqn.params["beta"]
+
+    def product(a: Any, c: Any) -> Any:
+        square = lax.batch_matmul(a, jnp.swapaxes(a, -1, -2), precision=lax.Precision.HIGHEST)
+        return alpha * square + beta * c
+
+    return product
+
+
+_OVER_DIMS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+def _reduced_dims(eqn: Any, _: str) -> Any | None:
+    """A collective over a vmapped axis reduces a dim; what axes of the mesh are left stay its own."""
+    dims = tuple(a for a in eqn.params["axes"] if isinstance(a, int))
+    names = tuple(a for a in eqn.params["axes"] if not isinstance(a, int))
+    if not dims and names:
+        return None
+
+    def reduced(x: Any) -> Any:
+        y = _OVER_DIMS[eqn.primitive.name](x, dims) if dims else x
+        return eqn.primitive.bind(y, **{**eqn.params, "axes": names}) if names else y
+
+    aval = eqn.invars[0].aval
+    env = [(n, 2) for n in names]  # sizes do not matter here
+    return jax.make_jaxpr(reduced, axis_env=env)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
 _SPELLINGS: dict[str, Callable[[Any, str], Any]] = {
+    **LONG,
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
     "empty": _empty,
+    "pmax": _reduced_dims,
+    "pmin": _reduced_dims,
+    "psum": _reduced_dims,
     "random_bits": _random_bits,
+    "reduce_window_max": _running,
+    "reduce_window_min": _running,
+    "reduce_window_sum": _running,
     "reshape": _reshape,
     "split": _split,
     "stack": _stack,
+    "symmetric_product": _symmetric_product,
     "tile": _tile,
     "unstack": _unstack,
 }

@@ -78,7 +78,8 @@ def _partitioned(fn: Callable[..., Any], mesh: Mesh, limits: Limits) -> Callable
     def run(*args: Any) -> list[Any]:
         avals = [jax.typeof(x) for x in args]
         names = [f"arg{i}" for i in range(len(args))]
-        body, out_tree = capture(fn, avals, names)
+        with _jax.programs_mesh(mesh):
+            body, out_tree = capture(fn, avals, names)
         free: tuple[list[Given | None], ...] = [None] * len(args), [None] * len(body.outvars)
         plan = make_plan(mesh, body, *free, None, out_tree, names, limits)
         outside = functools.partial(_outside, mesh=mesh, axes=plan.axes)

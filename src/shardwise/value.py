@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +23,17 @@ class Value:
       zero: it is zero everywhere, so it can be a term of any pending sum.
       behind: the blocks an annotated value had before it was brought to the annotated sharding.  No
         layout is chosen for them; who only cuts such a block out of the annotated one finds it here.
+      received: sharding -> what equations received of other devices' blocks (`ops.sliding`): halos
+        that a convolution got are at hand for the gradient of its kernel.
+      times: in a loop's body: it is the same in so many iterations, so that what moves it can be done
+        once before the loop.
+      asked: in a trial of a loop's body: how often each layout was asked for.
     """
 
-    __slots__ = ("behind", "itemsize", "make", "name", "padded", "shape", "variants", "zero")
+    __slots__ = (
+        "asked", "behind", "itemsize", "make", "name", "padded", "received", "shape", "times", "variants",
+        "zero",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,11 +44,14 @@ class Value:
         zero: bool = False,
     ):
         self.shape, self.padded, self.itemsize = var.shape, padded, var.itemsize
-        self.name = var.name or f"v{var.id}"
+        self.name = var.label
         self.variants: dict[Sharding, Any] = variants or {}
         self.make = make
         self.zero = zero
         self.behind: dict[Sharding, Any] = {}
+        self.received: defaultdict[Sharding, dict[Any, Any]] = defaultdict(dict)
+        self.times = 1
+        self.asked: Counter[Sharding] | None = None
 
     @property
     def free(self) -> bool:
@@ -48,6 +61,12 @@ class Value:
     def first(self) -> Sharding:
         """The sharding it was computed in."""
         return next(iter(self.variants))
+
+    def moved(self, padded: tuple[int, ...], variants: dict[Sharding, Any]) -> Value:
+        """The same value at hand in other layouts only."""
+        out = copy.copy(self)
+        out.padded, out.variants, out.make = padded, variants, None
+        return out
 
     def layout(self, sharding: Sharding) -> Layout:
         return Layout(self.shape, self.padded, sharding)

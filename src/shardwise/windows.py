@@ -27,6 +27,7 @@ from shardwise.value import reachable
 
 # Of a device's memory, what one value that need not exist may take.
 FRACTION = 1 / 8
+ROOM = 64 << 20  # bytes that a loop may hold in order to move less, where no memory limit is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Limits:
         asked = math.inf if self.asked is None else self.asked
         room = math.inf if self.memory is None else self.memory * FRACTION
         return (asked, "windowed_einsum") if asked <= room else (room, "memory_limit")
+
+    @property
+    def room(self) -> float:
+        """Bytes a loop may hold on a device so that a collective is done once instead of every time."""
+        return ROOM if self.memory is None else self.memory * FRACTION
 
     def window(self, operand: int | None, whole: Layout, block: Layout, n: int) -> Window:
         return Window(operand, whole, block, n, *self.least)

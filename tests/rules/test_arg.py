@@ -117,8 +117,8 @@ def test_rules_as_text() -> None:
     assert text(over(lax.argmax, 1)) == "a b -> a  special=b"
     assert text(lambda x: fold(x, 1.5, lax.add)) == "a b, () -> a  sum=b"
     assert text(lambda x: fold(x, 1.5, lambda a, b: lax.max(b, a))) == "a b, () -> a  max=b"
-    assert text(lambda x: fold(x, 1.5, lambda a, b: a + 2 * b)) == "a b, () -> a  whole=b"
-    assert text(lambda x: fold(x, 1.5, lambda a, b: a + a)) == "a b, () -> a  whole=b"
+    assert text(lambda x: fold(x, 1.5, lambda a, b: a + 2 * b)) == "a b, () -> a  special=b"
+    assert text(lambda x: fold(x, 1.5, lambda a, b: a + a)) == "a b, () -> a  special=b"
 
 
 def fold(x: Any, start: Any, f: Callable[..., Any]) -> Any:

@@ -30,7 +30,7 @@ def right(fn: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
 
 def rule_text(fn: Callable[..., Any], *args: Any) -> str:
     avals = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in args]
-    body, _ = capture(fn, avals)
+    body, _ = capture(fn, avals, merged=False)
     (eqn,) = [e for e in body.eqns if e.name == "gather"]
     return str(rules_of(eqn)[0])
 
@@ -183,7 +183,7 @@ def test_a_fill_value_of_its_own_comes_once() -> None:
 def test_linear_where_nothing_nonzero_is_filled_in() -> None:
     def linear(f: Callable[..., Any]) -> Any:
         avals = [jax.ShapeDtypeStruct(s, d) for s, d in (((9,), np.float32), ((3, 1), np.int32))]
-        return rules_of(capture(f, avals)[0].eqns[-1])[0].linear
+        return rules_of(capture(f, avals, merged=False)[0].eqns[-1])[0].linear
 
     assert linear(windows((2,), "clip")) == ((0,),)
     assert linear(windows((2,), "fill", fill_value=0)) == ((0,),)
@@ -200,7 +200,7 @@ def _ordered(fn: Callable[..., Any], args: list[np.ndarray], atoms: tuple[str, .
     from shardwise.mesh import MeshAxes, device_mesh
 
     mesh = MeshAxes.of(device_mesh({"x": 2, "y": 3}))
-    body, _ = capture(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])
+    body, _ = capture(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], merged=False)
     eqn = next(e for e in body.eqns if e.name == "gather")
     values = rules._operand_values(eqn, body, args)
     want = [np.asarray(eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params))]
@@ -218,6 +218,6 @@ def test_sizes_0_and_1() -> None:
 def test_random_keys_are_gathered_whole() -> None:
     """Keys cannot be summed, so their addressed dims are not split; others are."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (6, 2)))
-    body, _ = capture(embed, [keys, jax.ShapeDtypeStruct((3,), np.int32)])
+    body, _ = capture(embed, [keys, jax.ShapeDtypeStruct((3,), np.int32)], merged=False)
     (rule,) = rules_of(body.eqns[-1])
     assert str(rule) == "c d, b a -> b d  whole=a,c"

@@ -153,7 +153,7 @@ def test_64_bit_starts() -> None:
 def contexts(f: Callable[..., Any], args: list[Any], mesh: dict[str, int], primitive: str) -> Any:
     """The equation, and a context for every split of every rule."""
     axes = MeshAxes.of(device_mesh(mesh))
-    body, _ = capture(f, [jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in args])
+    body, _ = capture(f, [jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in args], merged=False)
     eqn, _ = rules.find_eqn(body, primitive)
     found = []
     for r in rules_of(eqn):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -126,7 +127,7 @@ def _counters(shape: tuple[int, ...], at: list[int], size: list[int]) -> Any:
     """The local code on the block that starts at `at`: its context, placed by hand."""
 
     class Placed:
-        outs = (None,)
+        outs = (SimpleNamespace(shape=shape),)
 
         def local_out(self) -> tuple[int, ...]:
             return tuple(size)
@@ -143,7 +144,7 @@ def _counters(shape: tuple[int, ...], at: list[int], size: list[int]) -> Any:
 @pytest.mark.parametrize("n", [0, 1, 3, 0xFFFF, 0x10000, 0xFFFFFFFF, 2**33 + 7, 2**63 + 2**31 + 1])
 def test_products_of_64_bits(n: int) -> None:
     x = np.array([0, 1, 0xFFFF, 0x10000, 0x7FFFFFFF, 0xFFFFFFFF, 12345678], np.uint32)
-    high, low = random._times(jnp.asarray(x), n)
+    high, low = random.times(jnp.asarray(x), n)
     got = (np.asarray(high).astype(object) << 32) + np.asarray(low)
     assert got.tolist() == [int(v) * n % 2**64 for v in x]
 

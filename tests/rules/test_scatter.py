@@ -34,7 +34,7 @@ def right(fn: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
 
 def rule_of(fn: Callable[..., Any], *args: Any) -> Any:
     avals = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in args]
-    eqns = [e for e in capture(fn, avals)[0].eqns if e.name.startswith("scatter")]
+    eqns = [e for e in capture(fn, avals, merged=False)[0].eqns if e.name.startswith("scatter")]
     return rules_of(eqns[-1])[0]
 
 
@@ -242,7 +242,9 @@ def test_padding_whose_positions_are_in_range(monkeypatch: pytest.MonkeyPatch) -
 
 def _split_rows(fn: Callable[..., Any], *args: np.ndarray) -> tuple[Any, LocalContext, Any, Any]:
     """The scatter of `fn` with its operand's rows over three devices; indices and updates."""
-    eqn = capture(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])[0].eqns[-1]
+    eqn = capture(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args], merged=False)[0].eqns[
+        -1
+    ]
     (rule,) = rules_of(eqn)
     mesh = MeshAxes.of(device_mesh({"x": 3}))
     return eqn, context(eqn, rule, {rule.operands[0][0][0]: mesh.atoms}, mesh), *args[1:]

@@ -64,13 +64,17 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A collective equation as found: before its note is looked up."""
+    """A collective equation as found: before its notes are looked up.
+
+    `notes` are the numbers it stands under: those of the equations it is in a body of, outermost first, and
+    its own.
+    """
 
     kind: str
     atoms: tuple[str, ...]
     bytes: float
     count: int
-    note: int | None
+    notes: tuple[int, ...]
     info: Any
     shape: tuple[int, ...]
     dtype: str
@@ -79,17 +83,17 @@ class Found:
 
 def find(jaxpr: Any, mesh: MeshAxes) -> list[Found]:
     """All collectives of a jaxpr, bodies included, in program order."""
-    return list(_walk(_jax.open_jaxpr(jaxpr)[0], mesh, 1, False, None))
+    return list(_walk(_jax.open_jaxpr(jaxpr)[0], mesh, 1, False, ()))
 
 
 def _walk(
-    jaxpr: Any, mesh: MeshAxes, times: int, unknown: bool, outer: int | None
+    jaxpr: Any, mesh: MeshAxes, times: int, unknown: bool, outer: tuple[int, ...]
 ) -> Iterator[Found]:
-    """`outer`: the note of the equation this jaxpr is a body of; a body's name stacks start anew."""
+    """`outer`: the notes of the equations this jaxpr is in a body of; a body's name stacks start anew."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        note = note_of(eqn.source_info)
-        note = outer if note is None else note
+        own = note_of(eqn.source_info)
+        note = outer if own is None else (*outer, own)
         if name in KINDS:
             yield from _found(eqn, name, mesh, times, unknown, note)
         elif name == "scan":
@@ -118,7 +122,7 @@ def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def _found(
-    eqn: Any, name: str, mesh: MeshAxes, times: int, unknown: bool, note: int | None
+    eqn: Any, name: str, mesh: MeshAxes, times: int, unknown: bool, note: tuple[int, ...]
 ) -> Iterator[Found]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     atoms = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.complete import Reason
 from shardwise.errors import ShardingError
+from shardwise.ops.collectives import USERS
 from shardwise.program import Body, Eqn, Lit, Var
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def size(n: float) -> str:
 
 
 def name(v: Var) -> str:
-    return repr(v) if isinstance(v, Lit) else v.name or f"v{v.id}"
+    return repr(v) if isinstance(v, Lit) else v.label
 
 
 def sharded(plan: Plan, v: Var) -> str:
@@ -50,6 +51,8 @@ def reason(plan: Plan, note: Note) -> str:
     eqn = note.eqn
     if note.what == "local" and note.choice is not None and note.choice.window is not None:
         return around(plan, note.choice.window, eqn)
+    if note.what == "local" and eqn is not None and eqn.name in USERS:
+        return "the user's own"
     if note.what == "local":
         return f"{eqn.name} exchanges data along a dim that is split" if eqn else ""
     if note.what == "device order":
@@ -57,19 +60,24 @@ def reason(plan: Plan, note: Note) -> str:
     if note.before is None or note.after is None:
         return f"{note.what} {note.value}".strip()
     text = f"{note.value}: {note.before.text(mesh)} -> {note.after.text(mesh)}"
-    if note.what == "bring" and eqn is not None:
-        text += f", the layout {eqn.name} is computed in"
-        if note.choice is not None and note.runner_up is not None:
-            text += f" (price {size(note.choice.price)}, next best {size(note.runner_up.price)})"
-    elif note.what == "annotation":
-        text += ", as annotated"
-    elif note.what == "fallback" and eqn is not None:
-        text += f", {eqn.name} has no rule and runs whole on every device"
-    elif note.what == "loop" and eqn is not None:
-        text += f", the sharding it has in the body of {eqn.name}"
-    elif note.what == "result":
-        text += ", the sharding of the result"
+    if note.what in _WHY:
+        text += ", " + _WHY[note.what].format(eqn.name if eqn else "")
+    if note.what == "bring" and note.choice is not None and note.runner_up is not None:
+        text += f" (price {size(note.choice.price)}, next best {size(note.runner_up.price)})"
     return text
+
+
+_WHY = {
+    "bring": "the layout {} is computed in",
+    "annotation": "as annotated",
+    "fallback": "{} has no rule and runs whole on every device",
+    "loop": "the sharding it has in the body of {}",
+    "hoisted": "once before the {} that reads it so in every iteration",
+    "stack": "so that the {} takes a slice at a time and the stack is not gathered",
+    "callback": "{} runs on one device, on whole operands",
+    "manual": "the layout it has at the border of {}",
+    "result": "the sharding of the result",
+}
 
 
 def around(plan: Plan, w: Window, eqn: Eqn | None) -> str:
@@ -128,7 +136,7 @@ def find(plan: Plan, wanted: str) -> Var:
     def plain(s: str) -> str:
         return re.sub(r"\['?([^'\]]+)'?\]", r".\1", s)
 
-    values = {plain(name(v)): v for v in variables(plan.body)}
+    values = {plain(name(v)): v for v in plan.body.variables()}
     values.update({v.name: v for v in plan.completion.results})
     if plain(wanted) in values:
         return values[plain(wanted)]
@@ -137,16 +145,6 @@ def find(plan: Plan, wanted: str) -> Var:
         facts="arguments are " + ", ".join(v.name for v in plan.body.invars),
         hint="explain() lists every value by name",
     )
-
-
-def variables(body: Body) -> list[Var]:
-    """All variables of a program, bodies included, in program order."""
-    out = list(body.invars)
-    for eqn in body.eqns:
-        for sub in eqn.bodies:
-            out += variables(sub)
-        out += eqn.outvars
-    return out
 
 
 # -- the listing -------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ def _fallbacks(plan: Plan) -> list[str]:
 def diff(plan: Plan, other: Plan) -> str:
     """Values sharded otherwise, and the change in bytes, from `plan` to `other`."""
     lines = []
-    mine, theirs = variables(plan.body), variables(other.body)
+    mine, theirs = plan.body.variables(), other.body.variables()
     if [(v.shape, v.dtype) for v in mine] != [(v.shape, v.dtype) for v in theirs]:
         raise ShardingError(
             "the two plans are of different programs",

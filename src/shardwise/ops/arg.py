@@ -1,4 +1,4 @@
-"""argmax and argmin, and the generic reduce.
+"""argmax and argmin.
 
 Over a split dim each device finds its own best, and two small all-reduces find which is the global
 one: the best value, then the lowest global position that has it.
@@ -13,10 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardwise import _jax
 from shardwise.factors import FactorRule, RuleBuilder
-from shardwise.ops.indexing import is_first
-from shardwise.ops.reduce import identity
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
 
@@ -83,59 +80,3 @@ def _arg_comm(ctx: LocalContext, eqn: Eqn) -> float:
     position = np.dtype(_position_dtype(ctx.ins[0].shape[axis]))
     each = max(4, eqn.invars[0].itemsize) + position.itemsize
     return 2 * math.prod(ctx.local_out()) * each * (shards - 1) / shards
-
-
-_MONOIDS = {
-    "add": "sum",
-    "mul": "prod",
-    "max": "max",
-    "min": "min",
-    "and": "and",
-    "or": "or",
-    "xor": "xor",
-}
-
-
-def monoid_of(eqn: Eqn) -> str | None:
-    """The reduction a generic `reduce` of one operand does, if its body is one known operation."""
-    jaxpr, _ = _jax.open_jaxpr(eqn.params["jaxpr"])
-    if len(eqn.outvars) != 1 or len(jaxpr.eqns) != 1:
-        return None
-    (step,) = jaxpr.eqns
-    given, taken = set(map(id, jaxpr.invars)), set(map(id, step.invars))
-    if given != taken or step.outvars[0] is not jaxpr.outvars[0]:
-        return None
-    op = _MONOIDS.get(step.primitive.name)
-    if eqn.outvars[0].dtype == bool:
-        return {"max": "or", "min": "and"}.get(op or "", op)
-    return op
-
-
-@rule(lax.reduce_p, level="reduce")
-def _reduce(eqn: Eqn) -> FactorRule:
-    """`i j, i j, (), () -> i, i  whole=j`; where the body is a known reduction, say `max=j`."""
-    count = len(eqn.outvars)
-    b = RuleBuilder()
-    dims = b.factors(eqn.invars[0].shape)
-    axes = eqn.params["dimensions"]
-    over = [dims[i] for i in axes]
-    op = monoid_of(eqn)
-    return b.build(
-        [dims] * count + [[]] * count,
-        [[d for i, d in enumerate(dims) if i not in axes]] * count,
-        reduced=dict.fromkeys(over, op) if op else {},
-        whole=[] if op else over,
-    )
-
-
-@local(lax.reduce_p)
-def _reduce_local(ctx: LocalContext, eqn: Eqn, *xs: Any) -> Any:
-    """The initial value counts once: devices but the first start from the identity."""
-    op = monoid_of(eqn)
-    atoms = [a for i in eqn.params["dimensions"] for a in ctx.ins[0].sharding.axes[i]]
-    if op and atoms:
-        x, start = xs
-        for dim in eqn.params["dimensions"]:
-            x = ctx.mask(x, ctx.ins[0], dim, identity(op, x.dtype))
-        xs = x, jnp.where(is_first(ctx, atoms), start, identity(op, start.dtype))
-    return eqn.primitive.bind(*xs, **eqn.params)

@@ -57,7 +57,7 @@ def _cumulative_local(ctx: LocalContext, eqn: Eqn, x: Any) -> Any:
     if reverse:  # padding lies at the end: only a scan from there meets it before the data
         x = ctx.mask(x, ctx.ins[0], axis, monoid.identity(x.dtype))
     y = eqn.primitive.bind(x, **eqn.params)
-    if not _steps(ctx, axis):
+    if not steps(ctx, axis):
         return y
     end = 0 if reverse else y.shape[axis] - 1
     total = lax.slice_in_dim(y, end, end + 1, axis=axis)
@@ -65,7 +65,7 @@ def _cumulative_local(ctx: LocalContext, eqn: Eqn, x: Any) -> Any:
     return monoid.combine(jnp.broadcast_to(before, y.shape), y)
 
 
-def _steps(ctx: LocalContext, axis: int) -> int:
+def steps(ctx: LocalContext, axis: int) -> int:
     """Permutes needed: doubling reaches over the blocks that hold anything."""
     layout = ctx.ins[0]
     if not layout.sharding.axes[axis]:
@@ -85,15 +85,15 @@ def _earlier(ctx: LocalContext, axis: int, monoid: _Monoid, total: Any, reverse:
     place = ctx.block_index(atoms)
     place = count - 1 - place if reverse else place
     before, run = None, total
-    steps = _steps(ctx, axis)
-    for step in range(steps):
+    rounds = steps(ctx, axis)
+    for step in range(rounds):
         reach = 1 << step
         pairs = [(i, i + reach) for i in range(count - reach)]
         got = Device(atoms).receive(run, [(b, a) for a, b in pairs] if reverse else pairs)
         if monoid.op != "sum":  # a device that is sent nothing receives zeros
             got = jnp.where(place >= reach, got, monoid.identity(got.dtype))
         before = got if before is None else monoid.combine(got, before)
-        if step + 1 < steps:
+        if step + 1 < rounds:
             run = monoid.combine(got, run)
     return before
 
@@ -106,4 +106,4 @@ def _cumulative_comm(ctx: LocalContext, eqn: Eqn) -> float:
     rows = 1
     for n in shape:
         rows *= n
-    return float(_steps(ctx, eqn.params["axis"]) * rows * eqn.invars[0].itemsize)
+    return float(steps(ctx, eqn.params["axis"]) * rows * eqn.invars[0].itemsize)

@@ -6,35 +6,50 @@ an op is linear: there a pending sum may be carried through instead of being fin
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as jp
 
+from shardwise import _jax_primitives
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.registry import LocalContext, local, rule
-from shardwise.program import Eqn, Var
+from shardwise.program import Eqn
+
+Shape = tuple[int, ...]
 
 
 def find(*names: str) -> list[Any]:
     """Primitives by name, those this version of JAX has."""
-    found = (getattr(space, f"{n}_p", None) for n in names for space in (jp, lax))
+    found = [getattr(space, f"{n}_p", None) for n in names for space in (jp, lax)]
+    found += [_INNER[n] for n in names if n in _INNER]
     return list(dict.fromkeys(p for p in found if p is not None))
+
+
+_INNER = {**_jax_primitives.inner_primitives(), **_jax_primitives.generator_primitives()}
 
 
 def pointwise(eqn: Eqn, linear: tuple[tuple[int, ...], ...] = ()) -> FactorRule:
     """`i j, i j -> i j`; a dim of size 1 that is broadcast, like a scalar, has no factor."""
+    shapes = tuple(v.shape for v in eqn.invars)
+    return _pointwise(shapes, eqn.outvars[0].shape, len(eqn.outvars), linear)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _pointwise(
+    shapes: tuple[Shape, ...], out: Shape, results: int, linear: tuple[tuple[int, ...], ...]
+) -> FactorRule:
     b = RuleBuilder()
-    shape = eqn.outvars[0].shape
-    dims = b.factors(shape)
+    dims = b.factors(out)
 
-    def operand(v: Var) -> list[int | None]:
-        if not v.shape:
+    def operand(shape: Shape) -> list[int | None]:
+        if not shape:
             return []
-        return [f if s == n else None for f, s, n in zip(dims, v.shape, shape, strict=True)]
+        return [f if s == n else None for f, s, n in zip(dims, shape, out, strict=True)]
 
-    return b.build([operand(v) for v in eqn.invars], [dims for _ in eqn.outvars], linear=linear)
+    return b.build([operand(s) for s in shapes], [dims] * results, linear=linear)
 
 
 _NONLINEAR = find(
@@ -47,11 +62,11 @@ _NONLINEAR = find(
     "population_count", "pow", "reduce_precision",
     "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta",
-    "threefry2x32",
+    "threefry2x32", "threefry4x32",
 )  # fmt: skip
 
 _LINEAR = {
-    ((0,),): find("neg", "conj", "copy", "real", "imag"),
+    ((0,),): find("neg", "conj", "real", "imag", "xla_metadata_value"),
     ((0,), (1,)): find("mul"),
     ((0, 1),): find("add", "sub", "add_jaxvals", "complex"),
 }
@@ -116,6 +131,13 @@ def _bitcast(eqn: Eqn) -> FactorRule:
         [shared + parts if y.rank > len(shared) else shared],
         whole=parts,
     )
+
+
+@rule(*find("dce_sink"), level="elementwise")
+def _sink(eqn: Eqn) -> FactorRule:
+    """`i j -> `: keeps its operand from being dropped, wherever it lies."""
+    b = RuleBuilder()
+    return b.build([b.factors(v.shape) for v in eqn.invars], [])
 
 
 @rule(*find("optimization_barrier"), level="elementwise")

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardwise import _jax
+from shardwise import _jax, _jax_primitives
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.elementwise import pointwise
 from shardwise.ops.registry import LocalContext, local, rule
 from shardwise.program import Eqn
+from shardwise.sharding import Layout
 
-_P = _jax.key_primitives()
+_P = _jax_primitives.key_primitives()
 _WORD = 32
 
 
@@ -36,23 +37,35 @@ def _iota_2x32(eqn: Eqn) -> FactorRule:
 @local(_P["iota_2x32_shape"])
 def _iota_2x32_local(ctx: LocalContext, eqn: Eqn) -> tuple[Any, Any]:
     """Positions of the block's elements, from one vector a dim: nothing of global size is made."""
-    shape, block = eqn.params["shape"], ctx.local_out()
+    block = ctx.local_out()
+    high, low = positions(ctx, ctx.outs[0])
+    return jnp.broadcast_to(high, block), jnp.broadcast_to(low, block)
+
+
+def positions(ctx: LocalContext, layout: Layout, every: int = 1) -> tuple[Any, Any]:
+    """High and low words of the row-major positions of a block's elements, to be broadcast.
+
+    Args:
+      every: of the last dim only each so-manyth.
+    """
+    shape = layout.shape
     high = low = jnp.zeros((), jnp.uint32)
     small = math.prod(shape) <= 1 << _WORD
     for d in range(len(shape)):
-        at = ctx.global_iota(ctx.outs[0], d).astype(jnp.uint32)
+        at = ctx.global_iota(layout, d).astype(jnp.uint32)
+        at = at[::every] if d == len(shape) - 1 else at
         at = at.reshape([-1 if i == d else 1 for i in range(len(shape))])
         stride = math.prod(shape[d + 1 :])
         if small:
             low = low + at * np.uint32(stride)
             continue
-        h, l = _times(at, stride)
+        h, l = times(at, stride)
         low = low + l
         high = high + h + (low < l).astype(jnp.uint32)
-    return jnp.broadcast_to(high, block), jnp.broadcast_to(low, block)
+    return high, low
 
 
-def _times(x: Any, n: int) -> tuple[Any, Any]:
+def times(x: Any, n: int) -> tuple[Any, Any]:
     """High and low words of a uint32 times a constant below 2**64, modulo 2**64."""
     top, word = divmod(n, 1 << _WORD)
     half = np.uint32(16)

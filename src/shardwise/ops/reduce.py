@@ -28,7 +28,7 @@ KINDS = {
 
 
 def identity(op: str, dtype: Any) -> Any:
-    """The value that does not change a reduction: 0 for sum, -inf (or the least integer) for max."""
+    """The value that does not change a reduction: 0 for sum, -inf (or the least number) for max."""
     if op in ("sum", "or", "xor"):
         return np.zeros((), dtype)
     if op == "prod":
@@ -38,8 +38,10 @@ def identity(op: str, dtype: Any) -> Any:
     if dtype == np.dtype(bool):
         return np.array(op == "min")
     if jnp.issubdtype(dtype, jnp.inexact):
-        return np.array(-np.inf if op == "max" else np.inf).astype(dtype)
-    info = jnp.iinfo(dtype)
+        infinity = np.array(-np.inf if op == "max" else np.inf).astype(dtype)
+        if not np.isnan(infinity.astype(np.float32)):
+            return infinity
+    info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype)
     return np.array(info.min if op == "max" else info.max, dtype)
 
 

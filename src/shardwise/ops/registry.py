@@ -70,11 +70,12 @@ def comm(*primitives: Any) -> Callable[[Any], Any]:
 
 def rules_of(eqn: Eqn) -> tuple[FactorRule, ...]:
     """The rules of an equation, the primary one first; empty when the primitive has none."""
-    f = _RULES.get(eqn.primitive)
-    if f is None:
-        return ()
-    out = f(eqn)
-    return (out,) if isinstance(out, FactorRule) else tuple(out)
+    rules = eqn.memo.rules
+    if rules is None:
+        f = _RULES.get(eqn.primitive)
+        out = f(eqn) if f is not None else ()
+        rules = eqn.memo.rules = (out,) if isinstance(out, FactorRule) else tuple(out)
+    return rules
 
 
 def level_of(primitive: Any) -> str:
@@ -93,6 +94,7 @@ class LocalContext:
       ins, outs: layouts of operands and results (global shape, padded sizes, sharding).
       rule: the factor rule chosen; `assignment` its factor -> atoms.
       window: for a dot: what goes around in blocks instead of being gathered or scattered at once.
+      received: for each operand, what equations before received of its block, for `sliding.slide`.
     """
 
     mesh: MeshAxes
@@ -101,6 +103,7 @@ class LocalContext:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     window: Window | None = None
+    received: tuple[dict[Any, Any], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def axes(self, factor: int) -> tuple[str, ...]:
         return self.assignment.get(factor, ())

@@ -1,55 +1,99 @@
 """`python -m shardwise.testing.fuzz --seconds 60 --seed 0`: random programs until the time is up.
 
-Every program is checked on one device against many, values and gradients.  A failure is printed as a
-script that reproduces it; the exit status is 1 when there was one.
+Every program is checked on one device against many, values and gradients as one program: that results
+are equal, that what is replicated is the same bits on every device, and that the compiled program
+sends what the plan says. A failure is made smaller and printed as a script that reproduces it; the
+exit status is 1 when there was one. What one device refuses is no program, and not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+# Compiling is most of the time, and how well is of no interest here.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A program that failed.
+
+    Attributes:
+      seed: it is `program_of(seed)`; `text`: a smaller one that fails in the same way, as a script.
+      kind: "wrong" (values), "copies", "bytes" or "crash"; `fault` what was said.
+    """
+
+    seed: int
+    text: str
+    kind: str
+    fault: str
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run found: programs checked, those skipped, how often each operation was in one."""
+
+    count: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    used: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    fallbacks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardwise.testing.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="for how long (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of the first program (default 0)")
-    parser.add_argument("--steps", type=int, default=6, help="operations in a program, at most")
+    parser.add_argument("--steps", type=int, default=8, help="operations in a program, at most")
     parser.add_argument("--count", type=int, help="stop after so many programs")
     args = parser.parse_args(argv)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
     from shardwise.demo import devices
 
     devices.start(8)
-    return report(*fuzz(args.seconds, args.seed, args.steps, args.count))
+    return report(fuzz(args.seconds, args.seed, args.steps, args.count))
 
 
-def fuzz(
-    seconds: float, seed: int, steps: int = 6, count: int | None = None
-) -> tuple[int, list[tuple[int, str, str]]]:
-    """Check programs from consecutive seeds.
+def fuzz(seconds: float, seed: int, steps: int = 8, count: int | None = None) -> Run:
+    """Check programs from consecutive seeds."""
+    start = time.monotonic()
+    run, at = Run(), seed
+    while time.monotonic() < start + seconds and (count is None or at < seed + count):
+        program = program_of(at, steps)
+        kind, fault = outcome(program, run)
+        if kind == "skipped":
+            run.skipped += 1
+        else:
+            run.count += 1
+            run.used.update(set(program.used))
+        if kind in ("wrong", "copies", "bytes", "crash"):
+            print(f"seed {at}: {kind}: {fault[:300]}", flush=True)
+            run.failures.append(Failure(at, smaller(program, kind).text(), kind, fault))
+        if at % 50 == 49:
+            _forget()
+        at += 1
+    run.seconds = time.monotonic() - start
+    return run
 
-    Returns:
-      how many were checked; and of those that failed the seed, the text and what was wrong.
-    """
-    end = time.monotonic() + seconds
-    failures, n = [], 0
-    while time.monotonic() < end and (count is None or n < count):
-        program = program_of(seed + n, steps)
-        try:
-            program.run()
-        except Exception as e:  # whatever it is, it is what we look for
-            failures.append((seed + n, program.text(), f"{type(e).__name__}: {e}"))
-            print(f"seed {seed + n}: {type(e).__name__}: {str(e)[:300]}", flush=True)
-        n += 1
-    return n, failures
+
+def _forget() -> None:
+    """Compiled programs are never met again: memory must not grow with the run."""
+    import jax
+
+    jax.clear_caches()
 
 
-def program_of(seed: int, steps: int = 6) -> Any:
+def program_of(seed: int, steps: int = 8) -> Any:
     """The program of a seed."""
     from shardwise.testing.operations import random_program
 
@@ -57,11 +101,76 @@ def program_of(seed: int, steps: int = 6) -> Any:
     return random_program(lambda options: options[int(rng.integers(len(options)))], steps)
 
 
-def report(count: int, failures: Sequence[tuple[int, str, str]]) -> int:
-    for seed, text, fault in failures:
-        print(f"\n# seed {seed}\n# " + fault.replace("\n", "\n# ") + "\n" + text)
-    print(f"{count} programs, {len(failures)} failures")
-    return 1 if failures else 0
+def outcome(program: Any, run: Run | None = None) -> tuple[str, str]:
+    """(what became of it, what was said): "right", "wrong", "copies", "bytes", "crash", "skipped"."""
+    from shardwise.testing.check import CheckFailed, Reference
+
+    try:
+        plan = program.run()
+    except CheckFailed as e:
+        text = str(e)
+        kind = "copies" if "hold different copies" in text else "wrong"
+        return "bytes" if text.startswith("the compiled program sends") else kind, text
+    except Reference as e:
+        return "skipped", str(e)
+    except Exception as e:  # whatever it is, it is what we look for
+        return "crash", f"{type(e).__name__}: {e}"
+    if run is not None:
+        run.fallbacks.update({f.op for f in plan.fallbacks})
+    return "right", ""
+
+
+def smaller(program: Any, kind: str, attempts: int = 30) -> Any:
+    """A smaller program that fails in the same way: fewer lines, fewer specs."""
+    best = program
+    for change in _changes(program):
+        if attempts == 0:
+            break
+        candidate = change(best)
+        if candidate is None:
+            continue
+        attempts -= 1
+        if outcome(candidate)[0] == kind:
+            best = candidate
+    return best
+
+
+def _changes(program: Any) -> list[Callable[[Any], Any]]:
+    """Ways to make a program smaller, the boldest first."""
+    n = len(program.lines)
+    cuts = [lambda p, k=k: _cut(p, k) for k in range(1, n)]
+    specs = [lambda p, i=i: _without_spec(p, "in_specs", i) for i in range(len(program.args))]
+    specs += [lambda p, i=i: _without_spec(p, "out_specs", i) for i in range(2)]
+    return [*cuts, lambda p: dataclasses.replace(p, grad=False) if p.grad else None, *specs]
+
+
+def _cut(p: Any, k: int) -> Any:
+    """The first `k` lines."""
+    if k >= len(p.lines):
+        return None
+    result = p.lines[k - 1].split(" = ")[0]
+    return dataclasses.replace(p, lines=p.lines[:k], results=[result], out_specs=["None"])
+
+
+def _without_spec(p: Any, which: str, i: int) -> Any:
+    specs = list(getattr(p, which))
+    if i >= len(specs) or specs[i] == "None":
+        return None
+    specs[i] = "None"
+    return dataclasses.replace(p, **{which: specs})
+
+
+def report(run: Run) -> int:
+    """Print what a run found; the exit status."""
+    for f in run.failures:
+        print(f"\n# seed {f.seed}, {f.kind}\n# " + f.fault.replace("\n", "\n# ") + "\n" + f.text)
+    kinds = collections.Counter(f.kind for f in run.failures)
+    counts = ", ".join(f"{kinds[k]} {k}" for k in ("wrong", "copies", "bytes", "crash"))
+    print(f"{run.count} programs ({run.skipped} skipped), {run.seconds:.0f} s: {counts}")
+    if run.fallbacks:
+        found = ", ".join(f"{op} {n}" for op, n in run.fallbacks.most_common())
+        print(f"fell back, and said so: {found}")
+    return 1 if run.failures else 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ Choose = Callable[[Sequence[Any]], Any]
 
 MESHES: tuple[dict[str, int], ...] = (
     {"x": 2}, {"x": 4}, {"x": 2, "y": 2}, {"x": 8}, {"x": 2, "y": 4}, {"x": 3}, {"x": 2, "y": 3},
-    {"x": 6}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 7},
+    {"x": 6}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 7}, {"x": 3, "y": 2},
 )  # fmt: skip
 DIMS = (4, 8, 2, 6, 3, 5, 1, 10, 12, 7, 0)
 
@@ -62,6 +62,8 @@ class Program:
     lines: list[str] = dataclasses.field(default_factory=list)
     results: list[str] = dataclasses.field(default_factory=list)
     out_specs: list[str] = dataclasses.field(default_factory=list)
+    used: list[str] = dataclasses.field(default_factory=list)  # the operations
+    grad: bool = True
 
     def function(self) -> str:
         names = ", ".join(a.name for a in self.args)
@@ -73,7 +75,8 @@ class Program:
         return (
             f"check(f, ({', '.join(values)},), {self.mesh},\n"
             f"      in_shardings=({', '.join(self.in_specs)},),\n"
-            f"      out_shardings={self._out()}, tol=1e-4)"
+            f"      out_shardings={self._out()}, tol=1e-4,\n"
+            f"      grad={self.grad}, together=True, wire='at most')"
         )
 
     def _out(self) -> str:
@@ -83,9 +86,15 @@ class Program:
         """The program as a script."""
         return f"{_HEADER}\n\n{self.function()}\n\n\n{self.call()}\n"
 
-    def run(self) -> None:
-        """Check it: one device against many, values and gradients.  Raises what `check` raises."""
-        exec(compile(f"{self.function()}\n{self.call()}", "<program>", "exec"), dict(_NAMES))
+    def run(self) -> Any:
+        """Check it: one device against many, values and gradients.  Raises what `check` raises.
+
+        Returns:
+          the plan.
+        """
+        scope = dict(_NAMES)
+        exec(compile(f"{self.function()}\nplan = {self.call()}", "<program>", "exec"), scope)
+        return scope["plan"]
 
 
 _HEADER = """import jax, jax.numpy as jnp
@@ -97,14 +106,14 @@ from shardwise.testing.programs import values
 """
 
 
-def values(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+def values(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
     """The values of an argument: floats in (-1, 1), small integers (negative ones too), booleans."""
     rng = np.random.default_rng(seed)
     if dtype == "float32":
-        return jnp.asarray(rng.uniform(-1, 1, shape), jnp.float32)
+        return np.asarray(rng.uniform(-1, 1, shape), np.float32)
     if dtype == "bool":
-        return jnp.asarray(rng.integers(0, 2, shape), bool)
-    return jnp.asarray(rng.integers(-2, 5, shape), jnp.int32)
+        return np.asarray(rng.integers(0, 2, shape), bool)
+    return np.asarray(rng.integers(-2, 5, shape), np.int32)
 
 
 # What a program's text may name; of `sw` it uses `annotate` only.

@@ -23,7 +23,7 @@ from shardwise.factors import Assignment, FactorRule, assignment_fits
 from shardwise.mesh import MeshAxes, device_mesh
 from shardwise.ops.registry import LocalContext, layouts_for, rules_of, run_local
 from shardwise.program import Body, Eqn, Lit, Var
-from shardwise.sharding import Layout, device_coordinates, padded_size
+from shardwise.sharding import Layout, Sharding, device_coordinates, padded_size
 
 _REDUCE = {
     "sum": lambda xs: sum(xs[1:], start=xs[0]),
@@ -66,7 +66,7 @@ def junk(dtype: Any) -> Any:
         return np.nan
     if dtype == np.dtype(bool):
         return True
-    return np.iinfo(dtype).max // 3
+    return jnp.iinfo(dtype).max // 3
 
 
 def block(x: np.ndarray, layout: Layout, device: int, mesh: MeshAxes, fill: Any) -> np.ndarray:
@@ -111,8 +111,9 @@ def run_blocks(
         return [y[None] for y in f(*(x[0] for x in xs))]
 
     run = jax.jit(jax.shard_map(body, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False))
-    outs = run(*(np.stack(b) for b in blocks))
-    return [[np.asarray(o[d]) for d in range(mesh.device_count)] for o in outs]
+    # Whole, then cut here: JAX cuts an array that is split with a sum, in which -0.0 becomes 0.0.
+    outs = [np.asarray(o) for o in run(*(np.stack(b) for b in blocks))]
+    return [[o[d] for d in range(mesh.device_count)] for o in outs]
 
 
 def _pads(rule: FactorRule, eqn: Eqn, assignment: Assignment, mesh: MeshAxes) -> Any:
@@ -129,6 +130,16 @@ def _pads(rule: FactorRule, eqn: Eqn, assignment: Assignment, mesh: MeshAxes) ->
     return shapes(eqn.invars, rule.operands), shapes(eqn.outvars, rule.results)
 
 
+def context_of(eqn: Eqn, rule: FactorRule, assignment: Assignment, mesh: MeshAxes) -> LocalContext:
+    """What local code knows of an equation under an assignment."""
+    ins, outs = _pads(rule, eqn, assignment, mesh)
+    return LocalContext(
+        mesh, rule, assignment,
+        layouts_for(rule, assignment, ins, "operands", mesh),
+        layouts_for(rule, assignment, outs, "results", mesh),
+    )  # fmt: skip
+
+
 def check_assignment(
     eqn: Eqn,
     rule: FactorRule,
@@ -139,21 +150,44 @@ def check_assignment(
     tol: float = 1e-5,
 ) -> str:
     """'' when every device's block is right under this assignment, else what is wrong."""
-    ins, outs = _pads(rule, eqn, assignment, mesh)
-    ctx = LocalContext(
-        mesh, rule, assignment,
-        layouts_for(rule, assignment, ins, "operands", mesh),
-        layouts_for(rule, assignment, outs, "results", mesh),
-    )  # fmt: skip
+    ctx = context_of(eqn, rule, assignment, mesh)
+    words = [plain(a) for a in args]
     blocks = [
-        [block(a, lay, d, mesh, junk(a.dtype)) for d in range(mesh.device_count)]
-        for a, lay in zip(args, ctx.ins, strict=True)
+        [block(w, _of_words(lay, a), d, mesh, junk(w.dtype)) for d in range(mesh.device_count)]
+        for w, a, lay in zip(words, args, ctx.ins, strict=True)
     ]
-    got = run_blocks(lambda *xs: run_local(ctx, eqn, xs), blocks, mesh)
+
+    def run(*xs: Any) -> list[Any]:
+        ins = [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(a)) if is_key(a) else x
+            for x, a in zip(xs, args, strict=True)
+        ]
+        outs = run_local(ctx, eqn, ins)
+        return [jax.random.key_data(y) if is_key(y) else y for y in outs]
+
+    got = run_blocks(run, blocks, mesh)
     for i, (lay, w) in enumerate(zip(ctx.outs, want, strict=True)):
-        if error := _compare(got[i], w, lay, mesh, tol):
+        if error := _compare(got[i], plain(w), _of_words(lay, w), mesh, tol):
             return f"result {i} {lay.sharding.text(mesh)}: {error}"
     return ""
+
+
+def is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def plain(x: Any) -> np.ndarray:
+    """An array's numbers: keys reach the devices as their words, one more dim."""
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def _of_words(layout: Layout, x: Any) -> Layout:
+    """The layout of an array's numbers."""
+    if not is_key(x):
+        return layout
+    more = plain(x).shape[x.ndim :]
+    sharding = Sharding((*layout.sharding.axes, *((),) * len(more)))
+    return Layout((*layout.shape, *more), (*layout.padded, *more), sharding)
 
 
 def _compare(
@@ -186,6 +220,7 @@ def check_rule(
     primitive: str | None = None,
     tol: float = 1e-5,
     limit: int | None = None,
+    merged: bool = False,
 ) -> dict[str, list[str]]:
     """Brute-force one equation of `fn(*args)`.
 
@@ -194,23 +229,25 @@ def check_rule(
 
     Args:
       mesh: axes and sizes; the devices must exist.
-      limit: try at most so many assignments per rule, spread evenly.
+      limit: try at most so many assignments per rule, spread evenly, the most split one among them.
+      merged: for primitives that are not JAX's own: moves are merged first.
 
     Returns:
       {"wrong": [...], "splits": [...]}: what failed, and which splits the rules allow.
     """
     axes = MeshAxes.of(device_mesh(mesh or {"x": 2, "y": 2}))
-    np_args = [np.asarray(a) for a in args]
-    body, _ = capture(fn, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in np_args])
+    np_args = [a if hasattr(a, "dtype") else np.asarray(a) for a in args]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in np_args]
+    body, _ = capture(fn, avals, merged=merged)
     eqn, _ = find_eqn(body, primitive)
     values = _operand_values(eqn, body, np_args)
-    want = eqn.primitive.bind(*(jnp.asarray(v) for v in values), **eqn.params)
-    want = [np.asarray(w) for w in (want if eqn.primitive.multiple_results else [want])]
+    want = eqn.primitive.bind(*map(_array, values), **eqn.params)
+    want = list(want) if eqn.primitive.multiple_results else [want]
     wrong, splits = [], []
     for r in rules_of(eqn):
         todo = list(assignments(r, axes))
         if limit and len(todo) > limit:
-            todo = todo[:: -(-len(todo) // limit)]
+            todo = todo[::-1][:: -(-len(todo) // limit)]
         for a in todo:
             name = f"{eqn.name} {r} {r.variant} {a}"
             splits.append(name)
@@ -234,7 +271,15 @@ def _operand_values(eqn: Eqn, body: Body, args: Sequence[np.ndarray]) -> list[np
     for e in body.eqns:
         if e is eqn:
             break
-        out = e.primitive.bind(*(jnp.asarray(read(v)) for v in e.invars), **e.params)
+        out = e.primitive.bind(*(_array(read(v)) for v in e.invars), **e.params)
         outs = out if e.primitive.multiple_results else [out]
         env.update(zip(e.outvars, outs, strict=True))
-    return [np.asarray(read(v)) for v in eqn.invars]
+    return [_numbers(read(v)) for v in eqn.invars]
+
+
+def _array(x: Any) -> Any:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _numbers(x: Any) -> Any:
+    return x if is_key(x) else np.asarray(x)

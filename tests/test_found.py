@@ -1,0 +1,40 @@
+"""Programs that random testing found wrong or refused, each for the rule it showed to be at fault."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardwise as sw
+from shardwise.testing import check
+from shardwise.testing.programs import values
+
+
+def test_an_all_to_all_of_a_padded_dim_compiles():
+    """XLA made constants of the padding's slices, in another layout than the rest."""
+
+    def f(x):
+        y = sw.annotate(x + jax.random.uniform(jax.random.key(0), (10, 8, 1)), P(None, "y", None))
+        step = lambda a, c: (a[0] * c[0], a[1] * c[0] + c[1])  # noqa: E731
+        z = lax.associative_scan(step, (lax.logistic(y), y), axis=1)[1] / 2
+        z = sw.annotate(z, P("y", P.UNCONSTRAINED, None))
+        return sw.annotate(jnp.transpose(z, (2, 1, 0)), P(None, None, "y")), z
+
+    x = values((10, 8, 1), "float32", 0)
+    check(f, (x,), {"x": 1, "y": 4}, (None,), (P("y", "x", None), P("x")), together=True)
+
+
+def test_where_the_compiler_is_wrong_for_one_device_too():
+    """`jnp.roll` is a slice, and XLA merges it with the next as if both were in range."""
+
+    def f(x, i, at):
+        _, ids = lax.top_k(x, 3)
+        ids = jax.random.permutation(jax.random.key(1), ids)
+        return lax.dynamic_slice(jnp.roll(lax.top_k(ids, 2)[0], i), (at,), (1,))
+
+    args = (values((6,), "float32", 0), np.int32(1), np.int32(3))
+    check(f, args, {"x": 8}, (None, P(), P()), grad=False)
+    assert sw.spmd(f, mesh=sw.device_mesh({"x": 8}))(*args) == f(*args)
