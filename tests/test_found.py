@@ -38,3 +38,16 @@ def test_where_the_compiler_is_wrong_for_one_device_too():
     args = (values((6,), "float32", 0), np.int32(1), np.int32(3))
     check(f, args, {"x": 8}, (None, P(), P()), grad=False)
     assert sw.spmd(f, mesh=sw.device_mesh({"x": 8}))(*args) == f(*args)
+
+
+def test_an_elementwise_op_leaves_to_the_next_what_it_need_not_move():
+    """All experts on all tokens: one gather of tokens and one exchange of results, each as small as can be."""
+
+    def experts(x, wi, wo, p):
+        h = jax.nn.relu(jnp.einsum("gsm,emh->gseh", x, wi))
+        return jnp.einsum("gseh,ehm,gse->gsm", h, wo, p)
+
+    shapes = (8, 16, 32), (8, 32, 64), (8, 64, 32), (8, 16, 8)
+    args = [values(s, "float32", i) for i, s in enumerate(shapes)]
+    sent = 2 * 8 * 16 * 32 * 4 * 7 / 8
+    check(experts, args, {"e": 8}, (P("e"),) * 4, P("e"), bytes=sent, wire=True, grad=False)

@@ -92,6 +92,7 @@ class Choice:
     bytes: float
     work: float
     window: Window | None = None
+    brought: float = 0.0
 
     @property
     def price(self) -> float:
@@ -130,7 +131,7 @@ def choose(
             for pending in _pending_sums(rule, operands)
         ]
         # stable: the first found wins a tie
-        return sorted((c for c in found if c is not None), key=lambda c: round(c.price, 3))
+        return sorted((c for c in found if c is not None), key=_order)
 
     if (easy := _undisputed(rules, operands, results, mesh, dot)) is not None:
         return easy, None
@@ -140,6 +141,12 @@ def choose(
         if new.bytes < FEWER_BYTES * best[0].bytes and new.price < LOWER_PRICE * best[0].price:
             return new, best[0]
     return best[0], (best[1] if len(best) > 1 else None)
+
+
+def _order(c: Choice) -> tuple[float, float]:
+    """The cheapest first; of equals the one that moves results, not operands: the next equation may
+    want them as they are."""
+    return round(c.price, 3), round(c.brought, 3)
 
 
 def _undisputed(
@@ -379,15 +386,17 @@ def _priced(
             for l in outs
         )
     total = comm(LocalContext(mesh, rule, assignment, ins, outs)) if rule.special else 0.0
+    brought = 0.0
     for i, (o, l) in enumerate(zip(operands, ins, strict=True)):
         if o.free or (o.zero and i in pending):
             continue
         # where a halo would do, the next to read an operand may not want it gathered as well
-        total += _bring(o, l, mesh, dot and not rule.special)
+        brought += _bring(o, l, mesh, dot and not rule.special)
+    total += brought
     for r, l in zip(results, outs, strict=True):
         total += _deliver(r, l, mesh)
     work = _work(rule, assignment, ins, outs, operands, results, mesh, dot)
-    return Choice(rule, tuple(sorted(assignment.items())), ins, outs, total, work)
+    return Choice(rule, tuple(sorted(assignment.items())), ins, outs, total, work, None, brought)
 
 
 def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
