@@ -41,7 +41,7 @@ def test_where_the_compiler_is_wrong_for_one_device_too():
 
 
 def test_an_elementwise_op_leaves_to_the_next_what_it_need_not_move():
-    """All experts on all tokens: one gather of tokens and one exchange of results, each as small as can be."""
+    """All experts on all tokens: one gather of tokens and one exchange of results, no more."""
 
     def experts(x, wi, wo, p):
         h = jax.nn.relu(jnp.einsum("gsm,emh->gseh", x, wi))
