@@ -25,7 +25,7 @@ from jax import lax
 from shardwise import _jax
 from shardwise.choose import Choice, Operand, Result, choose
 from shardwise.complete import Completion
-from shardwise.factors import spread
+from shardwise.factors import FactorRule, spread
 from shardwise.mesh import MeshAxes
 from shardwise.ops.registry import (
     LocalContext,
@@ -385,12 +385,15 @@ class Partitioner:
                 continue
             for d in range(len(v.shape)):
                 gathered = not layout.sharding.used.issuperset(v.first.axes[d])
-                if gathered and all(r.whole.intersection(r.operands[i][d]) for r in rules):
+                axes = v.first.axes[d]
+                if gathered and all(
+                    _whole(r, r.operands[i][d], self.mesh.size(axes)) for r in rules
+                ):
                     self.fallbacks.append(Fallback(
                         eqn.name, eqn.source, v.name, v.shape,
                         int(np.prod(v.shape)) * v.itemsize,
                         f"dim {d} must lie whole for `{eqn.name}` and was split over "
-                        f"{self.mesh.text(v.first.axes[d])}",
+                        f"{self.mesh.text(axes)}",
                     ))  # fmt: skip
 
     def results(self, body: Body, values: Sequence[Value]) -> list[Any]:
@@ -421,6 +424,12 @@ class Partitioner:
                 v, Sharding(keep), Note(None, "result", var=var)
             )
         return new
+
+
+def _whole(rule: FactorRule, factors: Sequence[int], shards: int) -> bool:
+    """Whether a rule has a dim of these factors whole where it was split over so many shards."""
+    uneven = any(f in rule.even and rule.sizes[f] % shards for f in factors)
+    return uneven or not rule.whole.isdisjoint(factors)
 
 
 def _is_zero(x: Any) -> bool:

@@ -120,3 +120,12 @@ def test_layouts_of_neighbours_do_not_reach_the_transform():
     x, keep = np.arange(3, dtype=np.float32)[:, None], np.array([[True], [False], [True]])
     specs = (P("x", None), P(None, None), None)
     check(f, (x, keep, np.int32(2)), {"x": 7}, specs, P("x", None), together=True)
+
+
+def test_a_vector_that_does_not_divide_is_gathered_and_said_to_be():
+    x = values(10, dtype=np.complex64)
+    plan = check(jnp.fft.fft, (x,), {"x": 4}, P("x"), tol=1e-4, grad=False)
+    assert [f.why for f in plan.fallbacks] == [
+        "dim 0 must lie whole for `fft` and was split over x"
+    ]
+    assert not check(jnp.fft.fft, (values(16, dtype=np.complex64),), {"x": 4}, P("x")).fallbacks
