@@ -111,7 +111,10 @@ class Arrival:
         short = -rows.shape[1] % p.mesh.size(self.flat)
         rows = jnp.pad(rows, ((0, 0), (0, short)))
         with p.noted(self._note(eqn, stack, value, "stack")):
-            rows = lax.all_to_all(rows, self.flat, 1, 0, tiled=True)
+            # split and joined through a leading dim, as in `reshard_emit`
+            parts = rows.reshape(rows.shape[0], p.mesh.size(self.flat), -1).swapaxes(0, 1)
+            parts = lax.all_to_all(parts, self.flat, 0, 0, tiled=True)
+            rows = parts.reshape(-1, parts.shape[2])
         return rows[: stack.shape[0]]
 
     def receive(self, p: Partitioner, eqn: Eqn, part: Any) -> Any:
