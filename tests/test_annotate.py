@@ -78,7 +78,7 @@ def test_identity_outside_spmd(kind):
 def test_gradients_carry_the_annotation(kind):
     f = KINDS[kind]
     x = jnp.arange(32.0).reshape(8, 4)
-    loss = lambda x: jnp.sum(f(x) ** 2)  # noqa: E731
+    loss = lambda x: jnp.sum(f(x) ** 2)
     forward, backward = annotations(jax.grad(loss), x)
     assert forward == backward == annotations(f, x)[0]
     np.testing.assert_array_equal(jax.grad(loss)(x), 2 * x)
@@ -135,7 +135,7 @@ def test_parameters_are_hashable_and_short():
 
 def test_the_source_is_the_users_line():
     line = inspect.currentframe().f_lineno + 1
-    f = lambda tree: annotate(tree, P("x"))  # noqa: E731
+    f = lambda tree: annotate(tree, P("x"))
     a, b = annotations(jax.jit(f).__wrapped__, {"a": X, "b": [X]})
     assert a["source"] == b["source"] == f"test_annotate.py:{line}"
     line = inspect.currentframe().f_lineno + 1

@@ -171,7 +171,7 @@ def test_dtypes(dtype: str):
 
 def test_random_keys_are_arguments():
     key = jax.random.key(3)
-    bits = lambda k: jax.random.bits(k, (8, 4))  # noqa: E731
+    bits = lambda k: jax.random.bits(k, (8, 4))
     check(bits, (key,), MESH, out_shardings=P("x", "y"), grad=False)
     check(lambda k: jax.random.split(k, 4), (key,), MESH, out_shardings=P("x"), grad=False)
     keys = jax.random.split(key, 5)  # 5 over 2: key arrays are padded too

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import __main__ as commands
 from benchmarks import cases, measure, micro, shared, table
 
 
@@ -67,6 +68,14 @@ def test_a_program_that_cannot_run_is_a_row_not_a_crash():
     result = cases.run_program(program, "shardwise")
     status = "refused: ZeroDivisionError: division by zero"
     assert result == {"status": status, "wire": None, "seconds": None}
+
+
+@pytest.mark.parametrize("name", ["transformer", "cases", "micro", "compile", "tpu", "placement"])
+def test_every_command_is_there(name, capsys):
+    with pytest.raises(SystemExit) as done:
+        commands.main([name, "--help"])
+    assert done.value.code == 0
+    assert "--json" in capsys.readouterr().out
 
 
 def test_tables_and_json_show_the_same(capsys):

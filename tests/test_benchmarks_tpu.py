@@ -54,7 +54,7 @@ def test_every_parameter_has_a_spec_of_its_rank_that_divides():
     settings = tpu.Settings("shardwise", "full", "vocab")
     params = transformer.abstract_params(settings.config)
     specs = tpu.parameter_specs(tpu.EMBEDDINGS["vocab"])
-    is_spec = lambda s: isinstance(s, P)  # noqa: E731
+    is_spec = lambda s: isinstance(s, P)
     assert jax.tree.structure(params) == jax.tree.structure(specs, is_leaf=is_spec)
     sizes = {"x": settings.x, "y": settings.y, None: 1}
     for p, s in zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True):

@@ -42,7 +42,7 @@ def run(fn: Callable[..., Any], *args: Any, mesh: Any = XY, ins: Any = ROWS) -> 
 
 @pytest.mark.parametrize("ins", [P("x"), P(None, "x"), P(("x", "y")), P("y", "x")])
 def test_a_pure_callback(ins: P):
-    program = lambda x: (host_sin(x * 1) * 2 + x).sum(0)  # noqa: E731
+    program = lambda x: (host_sin(x * 1) * 2 + x).sum(0)
     plan = check(program, (array(16, 4),), XY, ins, grad=False, wire=True)
     (f,) = plan.fallbacks
     assert (f.op, f.shape, f.bytes) == ("pure_callback", (16, 4), 256)
@@ -56,7 +56,7 @@ def test_it_runs_once():
         calls.append(np.shape(v))
         return np.sin(v)
 
-    f = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + x  # noqa: E731
+    f = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + x
     x = array(16, 4)
     for g in (sw.spmd(f, mesh=X8, in_shardings=P("x")), jax.jit(sw.spmd(f, mesh=X8))):
         calls.clear()
@@ -66,7 +66,7 @@ def test_it_runs_once():
 
 def test_its_result_is_a_pending_sum_finished_where_it_is_needed():
     """Gathered once, 224 bytes; the result scattered straight to the rows' owners, 224 bytes."""
-    f = lambda x: host_sin(x) + x  # noqa: E731
+    f = lambda x: host_sin(x) + x
     plan = check(f, (array(16, 4),), X8, P("x"), grad=False, wire=True)
     assert [c.kind for c in plan.collectives] == ["all-gather", "reduce-scatter"]
     assert plan.comm_bytes == 224 + 224
@@ -77,15 +77,15 @@ def test_its_result_is_a_pending_sum_finished_where_it_is_needed():
 
 @pytest.mark.parametrize("dtype", [bool, "int8", "uint32", "float16", "complex64"])
 def test_results_of_any_type(dtype: Any):
-    host = lambda v: (np.asarray(v) * 10).astype(dtype)  # noqa: E731
-    f = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, dtype), jnp.abs(x))  # noqa: E731
+    host = lambda v: (np.asarray(v) * 10).astype(dtype)
+    f = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, dtype), jnp.abs(x))
     check(f, (array(16, 4),), XY, P("x"), grad=False)
 
 
 def test_no_operands_and_several_results():
     shapes = (jax.ShapeDtypeStruct((8,), "float32"), jax.ShapeDtypeStruct((), "int32"))
-    host = lambda: (np.arange(8, dtype=np.float32), np.int32(5))  # noqa: E731
-    f = lambda x: [x[:, 0] + jax.pure_callback(host, shapes)[0], jax.pure_callback(host, shapes)[1]]  # noqa: E731
+    host = lambda: (np.arange(8, dtype=np.float32), np.int32(5))
+    f = lambda x: [x[:, 0] + jax.pure_callback(host, shapes)[0], jax.pure_callback(host, shapes)[1]]
     assert not check(f, (array(8, 4),), XY, P("x"), grad=False).fallbacks
 
 
@@ -94,7 +94,7 @@ def test_in_loops_branches_and_custom_derivatives():
     def sin(x: Any) -> Any:
         return host_sin(x)
 
-    host_cos = lambda x: jax.pure_callback(np.cos, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
+    host_cos = lambda x: jax.pure_callback(np.cos, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     sin.defvjp(lambda x: (sin(x), x), lambda x, g: (g * host_cos(x),))
 
     def program(x: Any) -> Any:
@@ -124,7 +124,7 @@ def test_an_effect_happens_once(ordered: bool):
         return np.float32(len(counts))
 
     shape = jax.ShapeDtypeStruct((), "float32")
-    f = lambda x: io_callback(count, shape, x, ordered=ordered) + x  # noqa: E731
+    f = lambda x: io_callback(count, shape, x, ordered=ordered) + x
     x = array(16, 4)
     np.testing.assert_allclose(run(f, x), x + 1, rtol=1e-6)
     np.testing.assert_allclose(counts, [x.sum()], rtol=1e-5)
@@ -134,7 +134,7 @@ def test_an_effect_happens_once(ordered: bool):
 def test_debug_callbacks_run_once(ordered: bool):
     """Ordered ones in their order, in a loop too; jax.jit has no ordered ones on several devices."""
     seen: list[tuple[int, Any]] = []
-    note = lambda v, i: seen.append((int(i), np.shape(v)))  # noqa: E731
+    note = lambda v, i: seen.append((int(i), np.shape(v)))
 
     def f(x: Any) -> Any:
         jax.debug.callback(note, x, 10, ordered=ordered)
@@ -212,12 +212,12 @@ def twice(x: Any) -> Any:
 
 
 def test_a_pallas_kernel():
-    f = lambda x: twice(x) + x  # noqa: E731
+    f = lambda x: twice(x) + x
     plan = check(f, (array(16, 4),), XY, P("x"), grad=False, wire=True)
     assert [f.why for f in plan.fallbacks] == [
         "nothing is known of what `pallas_call` does along a split dim (sw.batched says so)"
     ]
-    local = lambda x: sw.batched(twice)(x) + x  # noqa: E731
+    local = lambda x: sw.batched(twice)(x) + x
     assert not check(local, (array(16, 4),), XY, P("x"), grad=False, bytes=0).fallbacks
 
 
@@ -226,7 +226,7 @@ def test_a_pallas_kernel():
 
 @pytest.mark.parametrize("ins", [P("x"), P(("x", "y")), P("y", "x"), P(None, "x")])
 def test_batched_calls_are_local(ins: P):
-    f = lambda x: sw.batched(host_sin)(x * 1) * 2  # noqa: E731
+    f = lambda x: sw.batched(host_sin)(x * 1) * 2
     plan = check(f, (array(16, 4),), XY, ins, grad=False, wire=True)
     whole = ["dim 1 must lie whole for `batched` and was split over x"]
     assert [f.why for f in plan.fallbacks] == (whole if ins == P("y", "x") else [])
@@ -241,7 +241,7 @@ def test_gradients_of_batched(ins: P):
     def f(x: Any, w: Any, n: Any) -> Any:
         return jnp.tanh(x @ w) * n[:, None], x[:, 0].astype(jnp.int32), w * 2
 
-    g = lambda x, w: sw.batched(f, (0, None, 0), (0, 0, None))(jnp.sin(x), w, jnp.arange(16))  # noqa: E731
+    g = lambda x, w: sw.batched(f, (0, None, 0), (0, 0, None))(jnp.sin(x), w, jnp.arange(16))
     assert check(g, (array(16, 4), array(4, 3)), XY, (ins, None)).comm_bytes == 0
 
 
@@ -264,7 +264,7 @@ def test_batched_outside_is_the_function():
 
 
 def test_batched_in_transformed_functions():
-    f = lambda x: sw.batched(jnp.sin)(x) + x  # noqa: E731
+    f = lambda x: sw.batched(jnp.sin)(x) + x
     g, x = sw.spmd(f, mesh=XY, in_shardings=P("x")), array(8, 4)
     np.testing.assert_allclose(jax.jit(g)(x), f(x), rtol=1e-5)
     np.testing.assert_allclose(jax.grad(lambda x: g(x).sum())(x), np.cos(x) + 1, rtol=1e-5)

@@ -48,7 +48,7 @@ def test_scan_over_layers(rows: int, specs: Any):
 def test_scan_options(options: str):
     def f(h: Any, xs: Any) -> Any:
         xs = None if "length" in options else xs
-        step = lambda h, x: (jnp.sin(h) + (0.5 if x is None else x), h * 2)  # noqa: E731
+        step = lambda h, x: (jnp.sin(h) + (0.5 if x is None else x), h * 2)
         return lax.scan(step, h, xs, **eval(f"dict({options})"))
 
     check(f, (f32(6, 5), f32(5, 6, 5)), AXES, in_shardings=P("y"))
@@ -103,7 +103,7 @@ def test_a_carry_annotated_in_the_body():
 
 def test_a_body_that_moves_its_carry_every_step():
     def f(h: Any) -> Any:
-        step = lambda h, _: (sw.annotate(sw.annotate(h, P("x", None)) * 2, P(None, "x")), None)  # noqa: E731
+        step = lambda h, _: (sw.annotate(sw.annotate(h, P("x", None)) * 2, P(None, "x")), None)
         return lax.scan(step, h, None, length=3)[0]
 
     plan = check(f, (f32(8, 8),), {"x": 2}, wire=True)
@@ -112,7 +112,7 @@ def test_a_body_that_moves_its_carry_every_step():
 
 def test_nested_scans():
     def f(h: Any, ws: Any) -> Any:
-        inner = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+        inner = lambda h, w: (jnp.tanh(h @ w), None)
         return lax.scan(lambda h, ws: (lax.scan(inner, h, ws)[0], h.mean()), h, ws)
 
     check(f, (f32(6, 4), f32(2, 3, 4, 4)), AXES, in_shardings=(P("x"), P(None, None, None, "y")))
@@ -130,7 +130,7 @@ def accumulated(w: Any, batches: Any) -> Any:
     def loss(w: Any, x: Any) -> Any:
         return (jnp.tanh(x @ w) ** 2).sum()
 
-    step = lambda g, x: (g + jax.grad(loss)(w, x), None)  # noqa: E731
+    step = lambda g, x: (g + jax.grad(loss)(w, x), None)
     return lax.scan(step, jnp.zeros_like(w), batches)[0]
 
 
@@ -145,7 +145,7 @@ def test_gradients_are_added_up_on_each_device_and_reduced_once():
 
 def test_a_sum_that_the_body_reads_is_reduced_in_it():
     def f(x: Any) -> Any:
-        step = lambda s, x: (s + jnp.sin(s) + x.sum(), s)  # noqa: E731
+        step = lambda s, x: (s + jnp.sin(s) + x.sum(), s)
         return lax.scan(step, 0.0, x)
 
     plan = check(f, (f32(6, 8),), {"x": 4}, in_shardings=P(None, "x"), grad=False)
@@ -157,7 +157,7 @@ def test_a_sum_that_the_body_reads_is_reduced_in_it():
 
 def test_while_on_a_reduction_of_split_data():
     def f(x: Any) -> Any:
-        go = lambda c: (jnp.abs(c[0]).sum() > 1.0) & (c[1] < 20)  # noqa: E731
+        go = lambda c: (jnp.abs(c[0]).sum() > 1.0) & (c[1] < 20)
         return lax.while_loop(go, lambda c: (c[0] * 0.5, c[1] + 1), (x, 0))
 
     plan = check(f, (f32(10, 6),), AXES, in_shardings=P("y", "x"), grad=False)
@@ -166,7 +166,7 @@ def test_while_on_a_reduction_of_split_data():
 
 def test_while_with_constants_of_condition_and_body():
     def f(x: Any, limit: Any, w: Any) -> Any:
-        go = lambda h: h.sum() < limit.sum()  # noqa: E731
+        go = lambda h: h.sum() < limit.sum()
         return lax.while_loop(go, lambda h: jnp.abs(h @ w) + 1, x)
 
     specs = P("x"), P("y"), P(None, "y")
@@ -175,7 +175,7 @@ def test_while_with_constants_of_condition_and_body():
 
 def test_fori_loops():
     """A fixed number of steps differentiates; one known only at run time does not, and runs."""
-    f = lambda n, x: lax.fori_loop(0, n, lambda i, h: jnp.sin(h) + i, x)  # noqa: E731
+    f = lambda n, x: lax.fori_loop(0, n, lambda i, h: jnp.sin(h) + i, x)
     check(lambda x: f(3, x), (f32(6, 5),), AXES, in_shardings=P("x", "y"))
     check(f, (np.int32(4), f32(6, 5)), AXES, in_shardings=(None, P("x", "y")), grad=False)
 
@@ -184,7 +184,7 @@ def test_vmapped_while_has_a_condition_for_each_row():
     """Rows stop at different times; the loop runs until the last of all devices' rows is done."""
 
     def f(x: Any) -> Any:
-        row = lambda r: lax.while_loop(lambda r: r.sum() < 10, lambda r: r * 1.5 + 1, r)  # noqa: E731
+        row = lambda r: lax.while_loop(lambda r: r.sum() < 10, lambda r: r * 1.5 + 1, r)
         return jax.vmap(row)(x)
 
     check(f, (f32(6, 4),), {"x": 4}, in_shardings=P("x"), grad=False)
@@ -220,7 +220,7 @@ def test_cond_on_split_data_and_collectives_in_one_branch():
 
 def test_cond_in_scan():
     def f(x: Any) -> Any:
-        step = lambda c, x: lax.cond(c.sum() > 0, lambda: (c - x, c), lambda: (c + x, x))  # noqa: E731
+        step = lambda c, x: lax.cond(c.sum() > 0, lambda: (c - x, c), lambda: (c + x, x))
         return lax.scan(step, jnp.zeros(8), x)
 
     check(f, (f32(5, 8),), AXES, in_shardings=P(None, "y"))

@@ -18,7 +18,7 @@ def test_an_all_to_all_of_a_padded_dim_compiles():
 
     def f(x):
         y = sw.annotate(x + jax.random.uniform(jax.random.key(0), (10, 8, 1)), P(None, "y", None))
-        step = lambda a, c: (a[0] * c[0], a[1] * c[0] + c[1])  # noqa: E731
+        step = lambda a, c: (a[0] * c[0], a[1] * c[0] + c[1])
         z = lax.associative_scan(step, (lax.logistic(y), y), axis=1)[1] / 2
         z = sw.annotate(z, P("y", P.UNCONSTRAINED, None))
         return sw.annotate(jnp.transpose(z, (2, 1, 0)), P(None, None, "y")), z

@@ -63,7 +63,7 @@ def test_not_where_it_does_not_fit():
 
 def test_room_is_shared_by_all_constants_of_a_loop():
     def f(u: Any, w: Any, xs: Any) -> Any:
-        step = lambda h, x: (jnp.tanh((h + x) @ w) @ u, None)  # noqa: E731
+        step = lambda h, x: (jnp.tanh((h + x) @ w) @ u, None)
         return lax.scan(step, jnp.zeros_like(xs[0]), xs)[0]
 
     three = f32(64, 64) / 4, *args()
@@ -81,14 +81,14 @@ def test_one_step_moves_nothing_out():
 
 def test_nested_loops():
     def f(w: Any, xs: Any) -> Any:
-        step = lambda h, x: (jnp.tanh((h + x) @ w), None)  # noqa: E731
+        step = lambda h, x: (jnp.tanh((h + x) @ w), None)
         return lax.scan(lambda h, xs: lax.scan(step, h, xs), jnp.zeros_like(xs[0, 0]), xs)[0]
 
     two = f32(64, 64) / 4, f32(3, 4, 64, 64)
     specs = P("x"), P(None, None, "x")
     plan = check(f, two, {"x": 8}, specs, P("x"), wire=True)
     assert sent(plan) == [("all-gather", 1, W * 7 / 8)]
-    g = lambda w, xs: jax.grad(lambda w: f(w, xs).sum())(w)  # noqa: E731
+    g = lambda w, xs: jax.grad(lambda w: f(w, xs).sum())(w)
     plan = check(g, two, {"x": 8}, specs, P("x"), grad=False, wire=True)
     assert sent(plan) == [("all-gather", 1, W * 7 / 8), ("reduce-scatter", 1, W * 7 / 8)]
 
@@ -100,7 +100,7 @@ def test_what_is_made_of_constants_is_made_before():
     """A running total of a constant, its halo exchange and all."""
 
     def f(w: Any, xs: Any) -> Any:
-        step = lambda h, x: (jnp.tanh(h + x * jnp.cumsum(w, 0)), None)  # noqa: E731
+        step = lambda h, x: (jnp.tanh(h + x * jnp.cumsum(w, 0)), None)
         return lax.scan(step, jnp.zeros_like(xs[0]), xs)[0]
 
     plan = check(f, args(), {"x": 8}, SPECS, P("x"), wire=True)
@@ -127,7 +127,7 @@ def test_a_cast_in_a_checkpoint(prevent_cse: bool):
 
     plan = check(f, args(), {"x": 8}, SPECS, P("x"), grad=False, tol=3e-2)
     assert sent(plan) == [("all-gather", 1, W / 2 * 7 / 8)]
-    g = lambda w, xs: jax.grad(lambda w: f(w, xs).sum())(w)  # noqa: E731
+    g = lambda w, xs: jax.grad(lambda w: f(w, xs).sum())(w)
     plan = check(g, args(), {"x": 8}, SPECS, P("x"), grad=False, tol=3e-2)
     assert [c.count for c in plan.collectives if "once before" in c.reason] == [1, 1]
 
@@ -149,7 +149,7 @@ def test_constants_of_a_while_loop():
 
 def test_constants_of_a_condition():
     def f(x: Any, limit: Any) -> Any:
-        go = lambda c: (c[1] < limit.max()) & (c[1] < 9)  # noqa: E731
+        go = lambda c: (c[1] < limit.max()) & (c[1] < 9)
         return lax.while_loop(go, lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0.0))[0]
 
     plan = check(f, (f32(16, 4), f32(64) + 3), {"x": 8}, (P("x"), P("x")), P("x"), grad=False)
@@ -161,8 +161,8 @@ def test_sums_of_a_while_loop_are_finished_after_it():
     """Gradients over a number of batches known at run time only."""
 
     def f(n: Any, w: Any, xs: Any) -> Any:
-        loss = lambda w, x: (jnp.tanh(x @ w) ** 2).sum()  # noqa: E731
-        step = lambda i, g: g + jax.grad(loss)(w, xs[i])  # noqa: E731
+        loss = lambda w, x: (jnp.tanh(x @ w) ** 2).sum()
+        step = lambda i, g: g + jax.grad(loss)(w, xs[i])
         return lax.fori_loop(0, n, step, jnp.zeros_like(w))
 
     three = np.int32(4), *args()
@@ -174,7 +174,7 @@ def test_sums_of_a_while_loop_are_finished_after_it():
 
 def test_a_sum_that_the_condition_reads_is_finished_in_the_loop():
     def f(x: Any) -> Any:
-        go = lambda c: c[0] < 20  # noqa: E731
+        go = lambda c: c[0] < 20
         return lax.while_loop(go, lambda c: (c[0] + (x * c[1]).sum(), c[1] + 1), (0.0, 1.0))
 
     plan = check(f, (np.abs(f32(64, 4)),), {"x": 8}, (P("x"),), grad=False)

@@ -43,7 +43,7 @@ def test_argsort_moves_two_blocks() -> None:
 
 def test_rows_are_moved_to_another_dim() -> None:
     there = 64 * 1024 * 4 / 8 * 7 / 8
-    f = lambda x: jnp.sort(x, axis=1)  # noqa: E731
+    f = lambda x: jnp.sort(x, axis=1)
     check(f, [values(64, 1024)], X8, P(None, "x"), P(None, "x"),
           bytes=2 * there, kinds={"all-to-all": 2}, wire=True)  # fmt: skip
     check(f, [values(6, 30)], {"x": 2, "y": 4}, P("x", "y"), P("x", "y"))
@@ -59,7 +59,7 @@ def test_several_keys_and_payload() -> None:
     a, b, c = ties(60), ties(60)[::-1].copy(), values(60)
     specs = (P("x"), P("x"), P("x"))
     check(lambda a, b: jnp.lexsort((a, b)), [a, b], X8, specs[:2], P("x"))
-    f = lambda a, b, c: lax.sort((a, b, c), num_keys=2)  # noqa: E731
+    f = lambda a, b, c: lax.sort((a, b, c), num_keys=2)
     check(f, [a, b, c], {"x": 2, "y": 2}, (P(("x", "y")),) * 3, (P(("y", "x")),) * 3)
     check(f, [a, b, c], {"x": 5}, (P("x"), P(), P("x")), specs)
 
@@ -144,5 +144,5 @@ def test_cumulative(op: Callable[..., Any]) -> None:
     check(lambda x: op(x, axis=0), [values(31, 3)], {"x": 6}, P("x"), P("x"), grad=op is lax.cumsum)
     two = P(("y", "x"))
     check(lambda x: op(x, axis=0), [values(31, 3)], {"x": 2, "y": 3}, two, two, grad=False)
-    back = lambda x: op(x, axis=1, reverse=True)  # noqa: E731
+    back = lambda x: op(x, axis=1, reverse=True)
     check(back, [values(2, 7)], {"x": 3}, P(None, "x"), P(None, "x"))

@@ -119,7 +119,7 @@ def _partitioned(x: Any) -> Any:
 
 
 def test_check_sees_wrong_values():
-    f = lambda x: {"y": wrong(x, x.at[2, 1].set(7.0)), "n": x.sum()}  # noqa: E731
+    f = lambda x: {"y": wrong(x, x.at[2, 1].set(7.0)), "n": x.sum()}
     assert message(f, X, in_shardings=P("x")) == (
         "result['y']: float32[4,6] differs from the one-device run\n"
         "  1 of 24 entries are wrong; first at [2, 1]: 7.0, should be 0.5416666865348816\n"

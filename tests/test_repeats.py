@@ -46,7 +46,7 @@ def arguments(rows: int = 8) -> tuple[Any, jax.Array]:
 
 
 def assert_equal(got: Any, want: Any) -> None:
-    is_padded = lambda x: isinstance(x, sw.PaddedArray)  # noqa: E731
+    is_padded = lambda x: isinstance(x, sw.PaddedArray)
     for a, b in zip(jax.tree.leaves(got, is_leaf=is_padded), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
 

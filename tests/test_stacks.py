@@ -137,7 +137,7 @@ def test_every_way_in_and_out(mesh: dict[str, int], size: tuple[int, int, int], 
 def test_parts_of_an_axis_on_several_dims():
     """Eight devices, and slices of 4 by 2."""
     args = f32(8, 40, 20, 4, 2), f32(4, 2)
-    f = lambda xs, h: lax.scan(lambda h, x: (jnp.tanh(h + x.sum((0, 1))), h * x), h, xs)  # noqa: E731
+    f = lambda xs, h: lax.scan(lambda h, x: (jnp.tanh(h + x.sum((0, 1))), h * x), h, xs)
     check(f, args, {"x": 8}, (P("x"), P()), (P(), P("x")))
     small = f32(8, 2, 3, 32), f32(32)
     check(
@@ -213,7 +213,7 @@ def test_a_map_over_a_split_dim_runs_where_its_rows_are(n: int):
 
 
 def test_the_gradient_of_a_map_is_summed_once():
-    f = lambda x, w: jax.grad(lambda w: rows(x, w).sum())(w)  # noqa: E731
+    f = lambda x, w: jax.grad(lambda w: rows(x, w).sum())(w)
     args = f32(16, 4, 32), f32(32, 32)
     plan = check(f, args, {"x": 8}, (P("x"), P()), grad=False, wire=True)
     assert sent(plan) == [("all-reduce", 1, 2 * 32 * 32 * 4 * 7 / 8)]
@@ -223,7 +223,7 @@ def test_sums_with_padding_or_split_terms():
     """Padding must not be added up; what the body has split over the axis cannot be shared out too."""
 
     def f(x: Any, w: Any) -> Any:
-        step = lambda c, r: (c + jnp.cos(r) @ w, jnp.sin(r))  # noqa: E731
+        step = lambda c, r: (c + jnp.cos(r) @ w, jnp.sin(r))
         return lax.scan(step, jnp.zeros((4, 32)), x, reverse=True)
 
     for n, spec in ((16, P(None, "y")), (15, P(None, "y")), (16, P("x", "y"))):
@@ -234,7 +234,7 @@ def test_sums_of_much_stay_in_order():
     """Microbatches take memory: they are run one by one where they take more than a loop may hold."""
 
     def f(x: Any, w: Any) -> Any:
-        step = lambda g, r: (g + jax.grad(lambda w: jnp.tanh(r @ w).sum())(w), None)  # noqa: E731
+        step = lambda g, r: (g + jax.grad(lambda w: jnp.tanh(r @ w).sum())(w), None)
         return lax.scan(step, jnp.zeros_like(w), x)[0]
 
     args = f32(8, 64, 32), f32(32, 32)
@@ -248,7 +248,7 @@ def test_while_loops_in_a_map_end():
     """A row of padding could run for ever."""
 
     def f(x: Any) -> Any:
-        grow = lambda r: lax.while_loop(lambda r: r.sum() < 10, lambda r: r * 1.5 + 1, r)  # noqa: E731
+        grow = lambda r: lax.while_loop(lambda r: r.sum() < 10, lambda r: r * 1.5 + 1, r)
         return lax.map(grow, x)
 
     check(f, (f32(16, 4),), {"x": 8}, P("x"), kinds=[], grad=False)
@@ -259,10 +259,10 @@ def test_branches_that_communicate_in_a_map():
     """Devices that ran different branches would wait for each other: the rows go in order."""
 
     def f(x: Any) -> Any:
-        even = lambda r: jnp.roll(r, 1) * r.sum()  # noqa: E731
+        even = lambda r: jnp.roll(r, 1) * r.sum()
         return lax.map(lambda r: lax.cond(r[0] > 0, even, lambda r: r * 2, r), x)
 
     args = (f32(8, 64),)
     check(f, args, {"x": 2, "y": 4}, P("x", "y"), P("x", "y"))
-    local = lambda x: lax.map(lambda r: lax.cond(r[0] > 0, jnp.sin, jnp.cos, r), x)  # noqa: E731
+    local = lambda x: lax.map(lambda r: lax.cond(r[0] > 0, jnp.sin, jnp.cos, r), x)
     check(local, args, {"x": 8}, P("x"), kinds=[])

@@ -192,7 +192,7 @@ def test_uneven_dims():
     w, x = W[:, :7], X[:3]
     g = sw.spmd(fn, mesh=MESH, out_shardings=P("y", "x"))
     assert_equal(jax.jit(g)(w, x), fn(w, x))
-    squares = lambda g: lambda w: jnp.sum(g(w, x) ** 2)  # noqa: E731
+    squares = lambda g: lambda w: jnp.sum(g(w, x) ** 2)
     assert_equal(jax.grad(squares(g))(w), jax.grad(squares(fn))(w))
 
 
@@ -215,7 +215,7 @@ def test_vmap_with_a_named_axis():
     def fn(w: Any, x: Any) -> Any:
         return jax.lax.psum(loss(w, x), "i") + jax.lax.axis_index("i")
 
-    run = lambda g: jax.vmap(g, (None, 0), axis_name="i")(W, twice(X))  # noqa: E731
+    run = lambda g: jax.vmap(g, (None, 0), axis_name="i")(W, twice(X))
     assert_equal(run(sw.spmd(fn, mesh=MESH)), run(fn))
 
 

@@ -102,7 +102,7 @@ def test_uneven_dims(name, mesh):
     size = dict(zip("".join(spec.split("->")[0].split(",")), (*a, *b), strict=True))
     size = {c: size[c] + (1, -1, 5)[i % 3] for i, c in enumerate(letters)}
     left, right = (tuple(size[c] for c in s) for s in spec.split("->")[0].split(","))
-    fn = lambda a, b: jnp.einsum(spec, a, b)  # noqa: E731
+    fn = lambda a, b: jnp.einsum(spec, a, b)
     plan = check(
         fn, arrays(left, right), mesh, tuple(ins), out, grad=mesh == {"x": 3}, windowed_einsum=0
     )
@@ -114,7 +114,7 @@ def test_the_whole_value_never_exists(name):
     """No value of the gathered operand's, or of the unsummed result's, local shape; less memory."""
     (spec, a, b, *ins, out), operand = CASES[name]
     options = {"in_shardings": tuple(ins), "out_shardings": out}
-    fn = lambda a, b: jnp.einsum(spec, a, b)  # noqa: E731
+    fn = lambda a, b: jnp.einsum(spec, a, b)
     plain, plan = (
         planned(fn, (f32(*a), f32(*b)), {"x": 8}, windowed_einsum=w, **options) for w in (None, 0)
     )
@@ -147,7 +147,7 @@ def test_asked_for_above_a_size():
     (spec, a, b, *ins, out), _ = CASES["columns"]
     args = f32(*a), f32(*b)
     whole = 4 * math.prod(b)
-    fn = lambda a, b: jnp.einsum(spec, a, b)  # noqa: E731
+    fn = lambda a, b: jnp.einsum(spec, a, b)
     for option, limit in (("windowed_einsum", whole), ("memory_limit", 8 * whole)):
         for least, expected in ((limit, []), (limit - 8, [option])):
             plan = planned(
@@ -219,7 +219,7 @@ def test_copies_of_a_result_are_not_added_up_in_different_orders():
 def test_short_floats_are_added_up_in_single_precision():
     (spec, a, b, *ins, out), _ = CASES["contracted"]
     bf16 = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (a, b)]
-    fn = lambda a, b: jnp.einsum(spec, a, b)  # noqa: E731
+    fn = lambda a, b: jnp.einsum(spec, a, b)
     plan = planned(
         fn, bf16, {"x": 8}, in_shardings=tuple(ins), out_shardings=out, windowed_einsum=0
     )
@@ -230,7 +230,7 @@ def test_short_floats_are_added_up_in_single_precision():
 
 def test_under_jit_and_grad():
     (spec, a, b, *ins, _out), _ = CASES["columns"]
-    fn = lambda a, b: jnp.sin(jnp.einsum(spec, a, b)).sum()  # noqa: E731
+    fn = lambda a, b: jnp.sin(jnp.einsum(spec, a, b)).sum()
     mesh = device_mesh({"x": 8})
     f = sw.spmd(fn, mesh=mesh, in_shardings=tuple(ins), windowed_einsum=0)
     x, y = arrays(a, b)
@@ -293,7 +293,7 @@ def test_blocks_along_any_dims_with_garbage_in_the_padding():
     size = {"b": 3, "m": 5, "k": 6, "n": 3}
     left, right = (tuple(size[c] for c in s) for s in spec.split("->")[0].split(","))
     args = arrays(left, right)
-    fn = lambda a, b: jnp.einsum(spec, a, b)  # noqa: E731
+    fn = lambda a, b: jnp.einsum(spec, a, b)
     body, _ = capture(fn, [f32(*left), f32(*right)])
     eqn = next(e for e in body.eqns if e.name == "dot_general")
     (rule,) = rules_of(eqn)

@@ -155,7 +155,7 @@ def test_flag_folds(f: Callable[..., Any]) -> None:
 
 def test_a_fold_of_several_values() -> None:
     """First and last moments together: reduced dims whole, the others free."""
-    f = lambda x, y: lax.reduce(  # noqa: E731
+    f = lambda x, y: lax.reduce(
         (x, y), (np.float32(0), np.float32(1)), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,)
     )
     splits = right(f, values(6, 5), values(6, 5), primitive="reduce")

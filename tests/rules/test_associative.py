@@ -123,18 +123,18 @@ def test_what_is_read_inside_stays() -> None:
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 3}, {"x": 6}], ids=str)
 def test_every_split(mesh: dict[str, int]) -> None:
     """All blocks, NaN in the padding."""
-    fn = lambda a, b: lax.associative_scan(linear, (a, b))  # noqa: E731
+    fn = lambda a, b: lax.associative_scan(linear, (a, b))
     found = check_rule(
         fn, [values(11, 3), values(11, 3, seed=1)], mesh, "associative_scan", limit=6
     )
     assert found["wrong"] == []
-    fn = lambda a: lax.associative_scan(jnp.maximum, a, axis=1)  # noqa: E731
+    fn = lambda a: lax.associative_scan(jnp.maximum, a, axis=1)
     found = check_rule(fn, [values(2, 5)], mesh, "associative_scan", limit=3)
     assert found["wrong"] == []
 
 
 def test_gradient_and_reverse() -> None:
-    fn = lambda a, b: lax.associative_scan(linear, (a, b), reverse=True)[1]  # noqa: E731
+    fn = lambda a, b: lax.associative_scan(linear, (a, b), reverse=True)[1]
     check(fn, [values(9, 2), values(9, 2, seed=1)], {"x": 3}, (P("x"), P("x")))
 
 
@@ -143,7 +143,7 @@ def test_bytes() -> None:
     shape = jax.ShapeDtypeStruct((4096, 128), np.float32)
     sent, price, _ = emitted(multiply, [shape], {"x": 8}, {0: "x"}, "associative_scan")
     assert sent == price == 3 * 128 * 4
-    fn = lambda a, b: lax.associative_scan(linear, (a, b))[1]  # noqa: E731
+    fn = lambda a, b: lax.associative_scan(linear, (a, b))[1]
     mesh = {"x": 4, "y": 2}
     sent, price, _ = emitted(fn, [shape, shape], mesh, {0: "x", 1: "y"}, "associative_scan")
     assert sent == price == 2 * 2 * 64 * 4

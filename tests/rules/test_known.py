@@ -53,7 +53,7 @@ def test_what_a_turned_dim_sends() -> None:
 
 
 def test_a_roll_by_a_traced_amount_is_one_rotation() -> None:
-    roll = lambda a, i: jnp.roll(a, i, 0)  # noqa: E731
+    roll = lambda a, i: jnp.roll(a, i, 0)
     a = values(64, 1)  # no other dim can take the split
     assert "rotate" in names(roll, a, np.int32(0)) and "concatenate" not in names(
         roll, a, np.int32(0)
@@ -76,7 +76,7 @@ def test_an_uneven_ring_closes_past_its_padding(i: int) -> None:
 
 
 def test_a_roll_of_two_dims_and_of_an_uneven_one() -> None:
-    both = lambda a, i: jnp.roll(a, (i, 2 * i), (0, 1))  # noqa: E731
+    both = lambda a, i: jnp.roll(a, (i, 2 * i), (0, 1))
     check(both, [values(13, 8), np.int32(5)], {"x": 2, "y": 4}, (P("y", "x"), P()), P("y", "x"))
 
 
@@ -119,9 +119,9 @@ def test_known_indices_that_are_left_alone() -> None:
     """Out of range (the update is dropped), doubled, or a few rows here and there."""
     a, u = values(N, 4), values(3, 4)
     dims = lax.ScatterDimensionNumbers((0, 1), (), (0,))
-    past = lambda a, u: lax.scatter(a, jnp.array([N - 2]), u, dims, mode="drop")  # noqa: E731
-    doubled = lambda a, u: a.at[np.array([1, 1, 4])].set(u)  # noqa: E731
-    few = lambda a: a[np.array([1, 7, 3])]  # noqa: E731
+    past = lambda a, u: lax.scatter(a, jnp.array([N - 2]), u, dims, mode="drop")
+    doubled = lambda a, u: a.at[np.array([1, 1, 4])].set(u)
+    few = lambda a: a[np.array([1, 7, 3])]
     assert "scatter" in names(past, a, u) and "scatter" in names(doubled, a, u)
     assert "gather" in names(few, a)
     check(past, [a, u], {"x": 8}, (P("x"), P()), P("x"), grad=False)
@@ -129,7 +129,7 @@ def test_known_indices_that_are_left_alone() -> None:
 
 def test_a_window_set_moves_only_rows_that_cross_borders() -> None:
     """Rows 1..62 of the result come from the stencil: one row goes each way, and one back each way."""
-    f = lambda a: a.at[1:-1].set((a[2:] + a[:-2]) / 2)  # noqa: E731
+    f = lambda a: a.at[1:-1].set((a[2:] + a[:-2]) / 2)
     check(f, [values(64, 4)], {"x": 8}, (P("x"),), P("x"), bytes=3 * ROW, wire=True, grad=False)
 
 
@@ -185,13 +185,13 @@ def test_split_windows_overwrite_in_order() -> None:
     """Windows that overlap, and index dims that are split both: numbered row by row."""
     dims = lax.ScatterDimensionNumbers((2,), (), (0,))
     at = np.array([[[0], [2], [1]], [[1], [6], [2]]], np.int32)
-    f = lambda x, i, u: lax.scatter(x, i, u, dims)  # noqa: E731
+    f = lambda x, i, u: lax.scatter(x, i, u, dims)
     args = [values(8), at, values(2, 3, 3, seed=1)]
     assert check_rule(f, args, {"x": 2, "y": 2}, limit=14)["wrong"] == []
 
 
 def test_split_updates_of_a_small_array_send_it_and_the_indices() -> None:
-    f = lambda x, i, u: x.at[i].set(u)  # noqa: E731
+    f = lambda x, i, u: x.at[i].set(u)
     args = [values(8, 4), np.arange(64, dtype=np.int32) % 5, values(64, 4, seed=1)]
     plan = check(
         f, args, {"x": 8}, (P(), P("x"), P("x")), P("x"), grad=False, wire=True,

@@ -106,7 +106,7 @@ def _same(
 @pytest.mark.parametrize("shape", [(10,), (3, 5), (2, 4, 3), (1, 7)], ids=str)
 def test_counters(shape: tuple[int, ...]) -> None:
     for mesh in ({"x": 2, "y": 2}, {"x": 3}):
-        f = lambda: jax.random.bits(jax.random.key(0), shape)  # noqa: E731
+        f = lambda: jax.random.bits(jax.random.key(0), shape)
         found = check_rule(f, [], mesh=mesh, primitive="iota_2x32_shape")
         assert found["wrong"] == [] and len(found["splits"]) > len(shape)
 
@@ -197,9 +197,9 @@ def test_generators_that_draw_for_all_keys_at_once_stay_whole() -> None:
         keys = jax.eval_shape(lambda: keys_of(impl, 5))
         return str(rules_of(equation(jax.vmap(fn), keys))[0])
 
-    bits = lambda k: jax.random.bits(k, (3,))  # noqa: E731
-    split = lambda k: jax.random.split(k, 3)  # noqa: E731
-    fold = lambda k: jax.random.fold_in(k, 3)  # noqa: E731
+    bits = lambda k: jax.random.bits(k, (3,))
+    split = lambda k: jax.random.split(k, 3)
+    fold = lambda k: jax.random.fold_in(k, 3)
     assert text(bits, "rbg") == "a -> a b  whole=a,b"
     assert text(split, "rbg") == "a -> a b"
     assert text(fold, "rbg") == "a, () -> a"

@@ -35,7 +35,7 @@ def best(x: Any, i: Any) -> Any:
 
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 3}], ids=str)
 def test_every_split(mesh: dict[str, int]):
-    every = lambda x, y: two(x, y, (0, 1))  # noqa: E731
+    every = lambda x, y: two(x, y, (0, 1))
     cases = ((two, X, X), (every, X, X), (best, I * X[0, 0] % 1, I), (two, X[:2, :0], X[:2, :0]))
     for f, *args in cases:
         found = check_rule(f, args, mesh, "reduce", limit=5)

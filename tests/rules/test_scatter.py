@@ -258,7 +258,7 @@ def test_promises_about_the_indices_are_not_passed_on_where_they_break() -> None
 
     x, u = values(6, 2), values(2, 2, seed=1)
     eqn, ctx, i, _ = _split_rows(f, x, positions(0, 4), u)
-    run = lambda *xs: run_local(ctx, eqn, xs)  # noqa: E731
+    run = lambda *xs: run_local(ctx, eqn, xs)
     jaxpr = jax.make_jaxpr(run, axis_env=[("x", 3)])(x[:2], i[:, None], u)
     (scatter,) = [e for e in jaxpr.eqns if e.primitive.name == "scatter-add"]
     assert not scatter.params["unique_indices"] and not scatter.params["indices_are_sorted"]

@@ -194,7 +194,7 @@ def test_what_does_not_count_along_the_dim_is_no_key() -> None:
     def across(x: Any) -> Any:
         return lax.sort((x, lax.broadcasted_iota(jnp.int32, (6, 5), 1)), dimension=0, num_keys=1)
 
-    narrow = lambda x: lax.sort((x, lax.iota(jnp.uint8, 256)), num_keys=1)  # noqa: E731
+    narrow = lambda x: lax.sort((x, lax.iota(jnp.uint8, 256)), num_keys=1)
     for fn, shape in (
         (across, (6, 5)),
         (lambda x: lax.sort((x, lax.iota(jnp.int32, 6) * 2), num_keys=1), (6,)),

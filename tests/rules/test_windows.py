@@ -71,7 +71,7 @@ def test_every_split(geometry: tuple[int, ...]) -> None:
 
 def test_more_devices_than_rows_and_integers() -> None:
     right(pool("min", 3, 2, 1, 1), values(5, 1), mesh={"x": 8}, limit=3)
-    f = lambda x: lax.reduce_window(x, 0, lax.add, (3, 1), (1, 1), "SAME")  # noqa: E731
+    f = lambda x: lax.reduce_window(x, 0, lax.add, (3, 1), (1, 1), "SAME")
     right(f, np.arange(20, dtype=np.int32).reshape(10, 2), mesh={"x": 4}, limit=4)
 
 
@@ -80,7 +80,7 @@ def test_a_generic_reduction_and_its_initial_value() -> None:
         return lax.reduce_window(x, 0.5, lambda a, b: a * b + a, (3, 1), (2, 1), "SAME")
 
     right(f, values(10, 2), mesh={"x": 4}, primitive="reduce_window", limit=4)
-    g = lambda x: lax.reduce_window(x, 5.0, lax.add, (3, 1), (1, 1), "SAME")  # noqa: E731
+    g = lambda x: lax.reduce_window(x, 5.0, lax.add, (3, 1), (1, 1), "SAME")
     right(g, values(10, 2), mesh={"x": 4}, primitive="reduce_window", limit=4)
 
 
