@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardwise import messages
+from shardwise import _jax, messages
 from shardwise.mesh import MeshAxes
 from shardwise.messages import Rows
 from shardwise.rounds import Plan, Start, Step, plan_exchange
@@ -93,6 +93,19 @@ def cut(
         return rows_at(pad_dim(few, dim, rows, rows, fill), dim, start - first + rows, rows)
     x = pad_dim(x, dim, low, high, fill)
     return rows_at(x, dim, start + low if low else start, rows)
+
+
+def all_to_all(x: Any, atoms: Axes, dim: int = 0) -> Any:
+    """Part i of `dim` to device i over `atoms`; what comes, in the parts' places.
+
+    XLA's CPU compiler sends the parts as a tuple and takes it that all have one layout.  Where one of them
+    became a constant, or took the layout of what it was computed from, it crashed, or read memory that
+    nobody wrote.  Behind a barrier they are parts of one value.  For the same reason no dim is split
+    while another is joined: callers bring the parts to one dim.
+    """
+    if _jax.tracing_platform() == "cpu":
+        x = lax.optimization_barrier(x)
+    return lax.all_to_all(x, atoms, dim, dim, tiled=True)
 
 
 def iota_of(x: Any, dim: int) -> Any:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardwise.halo import Device
+from shardwise.halo import Device, all_to_all
 from shardwise.messages import Ints, edge_colouring, repeats
 from shardwise.rounds import MAX_COLOURED, MAX_ROUNDS
 
@@ -123,5 +123,5 @@ def regroup(x: Any, dim: int, atoms: Sequence[str], plan: Regrouping) -> Any:
         pool.append(device.receive(pick(x, table), pairs))
     if plan.everywhere is not None:
         sent = pick(x, plan.everywhere)
-        pool.append(lax.all_to_all(sent, device.atoms, dim, dim, tiled=True))
+        pool.append(all_to_all(sent, device.atoms, dim))
     return pick(lax.concatenate(pool, dim) if len(pool) > 1 else x, plan.place)

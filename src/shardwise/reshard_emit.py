@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from shardwise import tpu
+from shardwise.halo import all_to_all
 from shardwise.mesh import MeshAxes
 from shardwise.reshard_model import Step, common, emulated
 from shardwise.reshard_rounds import rounds
@@ -36,11 +37,7 @@ def emit_step(x: Array, src: Layout, step: Step, mesh: MeshAxes) -> Array:
     before, after = src.with_sharding(step.before), src.with_sharding(step.after)
     if 0 in src.shape:
         return jnp.zeros(after.local_shape(mesh), x.dtype)
-    padded = _padded(x, before, after)
-    if step.kind == "all-to-all" and padded is not x:
-        # XLA on CPUs sends a tuple of slices, wants one layout for all, and makes constants of some.
-        padded = lax.optimization_barrier(padded)
-    x = padded
+    x = _padded(x, before, after)
     if step.kind == "slice":
         x = _slice(x, before, after, mesh)
     elif step.kind == "all-gather":
@@ -155,8 +152,6 @@ def _all_gather(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Arra
 
 
 def _all_to_all(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Array:
-    # Always through a leading dim: XLA's CPU compiler gets an all-to-all that splits one dim and joins
-    # another wrong where its slices come in different layouts (dims of size 1).
     lost, won = _minor(before, after), _minor(after, before)
     takes = {e: _runs(atoms, lost) for e, atoms in won.items()}
     every = sum(takes.values(), ())
@@ -164,7 +159,7 @@ def _all_to_all(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Arra
              for d, atoms in lost.items()}  # fmt: skip
     order = sum(gives.values(), ())
     x = _to_front(x, takes, order, mesh)
-    x = lax.all_to_all(x, sum(order, ()), split_axis=0, concat_axis=0, tiled=True)
+    x = all_to_all(x, sum(order, ()))
     return _from_front(x, gives, order, mesh)
 
 
@@ -195,13 +190,13 @@ def _reduce_scatter(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> 
     x = _to_front(x, {d: (axes,) for d, axes in won.items()}, order, mesh)
     if op == "sum":
         return lax.psum_scatter(x, atoms, scatter_dimension=0, tiled=False)
-    return _reduced(lax.all_to_all(x, atoms, split_axis=0, concat_axis=0, tiled=True), op)
+    return _reduced(all_to_all(x, atoms), op)
 
 
 def _turned(x: Array, split: int, joined: int, atoms: Axes, mesh: MeshAxes) -> Array:
     """One all-to-all that splits one dim and joins another, through a leading dim."""
     x = _to_front(x, {split: (atoms,)}, (atoms,), mesh)
-    x = lax.all_to_all(x, atoms, split_axis=0, concat_axis=0, tiled=True)
+    x = all_to_all(x, atoms)
     return _from_front(x, {joined: (atoms,)}, (atoms,), mesh)
 
 
@@ -242,7 +237,7 @@ def _all_reduce(x: Array, step: Step, mesh: MeshAxes) -> Array:
         return _reduced(lax.all_gather(x, step.atoms, axis=0, tiled=False), op)
     flat = x.reshape(-1)
     flat = jnp.pad(flat, (0, -x.size % g)).reshape(g, -1)
-    terms = lax.all_to_all(flat, step.atoms, split_axis=0, concat_axis=0, tiled=True)
+    terms = all_to_all(flat, step.atoms)
     whole = lax.all_gather(_reduced(terms, op), step.atoms, axis=0, tiled=True)
     return whole[: x.size].reshape(x.shape)
 

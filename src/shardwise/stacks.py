@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardwise.halo import all_to_all
 from shardwise.partition import Note, Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.reshard import reshard_bytes
@@ -113,7 +114,7 @@ class Arrival:
         with p.noted(self._note(eqn, stack, value, "stack")):
             # split and joined through a leading dim, as in `reshard_emit`
             parts = rows.reshape(rows.shape[0], p.mesh.size(self.flat), -1).swapaxes(0, 1)
-            parts = lax.all_to_all(parts, self.flat, 0, 0, tiled=True)
+            parts = all_to_all(parts, self.flat)
             rows = parts.reshape(-1, parts.shape[2])
         return rows[: stack.shape[0]]
 

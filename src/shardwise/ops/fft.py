@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardwise import _jax
 from shardwise.factors import FactorRule, RuleBuilder
+from shardwise.halo import all_to_all
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
 
@@ -83,7 +84,7 @@ def _four_steps(ctx: LocalContext, dim: int, x: Any, kind: Any) -> Any:
     def exchange(y: Any) -> Any:
         """[.., P, c], a row for each device, to the rows all devices have for this one."""
         axis = y.ndim - 2
-        return lax.all_to_all(y, atoms, axis, axis, tiled=True)
+        return all_to_all(y, atoms, axis)
 
     def transform(y: Any) -> Any:
         return _transform(y, one, (y.shape[-1],))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardwise.halo import Device, cut, exchange, pad_dim, where, window_plan
+from shardwise.halo import Device, all_to_all, cut, exchange, pad_dim, where, window_plan
 from shardwise.rounds import Plan
 
 
@@ -148,7 +148,7 @@ def _sent(x: Any, dim: int, device: Device) -> Any:
     The parts go first, so that each is contiguous in memory.
     """
     shape = (*x.shape[:dim], -1, *x.shape[dim + 2 :])
-    x = lax.all_to_all(jnp.moveaxis(x, dim, 0), device.atoms, 0, 0, tiled=True)
+    x = all_to_all(jnp.moveaxis(x, dim, 0), device.atoms)
     return jnp.moveaxis(x, 0, dim).reshape(shape)
 
 
