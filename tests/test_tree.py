@@ -23,7 +23,7 @@ ORDER = """
     edges regions complete                                       # every value gets a sharding
     tpu reshard_model reshard_moves reshard_search reshard_rounds
     reshard_emit reshard                                         # from one sharding to another
-    choose value windows cost accumulate
+    candidates choose value windows cost accumulate
     partition repeats hoist stacks scans whiles control border
     crossing callbacks fft_passes                                # the program of one device
     explain plan                                                 # all that was decided

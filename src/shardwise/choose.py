@@ -10,16 +10,16 @@ less).  The runner-up is kept for `explain`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardwise.factors import Assignment, FactorRule, assignment_fits, dim_axes, spread
+from shardwise.candidates import Operand, Result, candidates, fits, sources
+from shardwise.factors import Assignment, FactorRule
 from shardwise.mesh import MeshAxes
 from shardwise.ops.registry import LocalContext, layouts_for
 from shardwise.ops.windowed import Window
-from shardwise.reshard import reshard_bytes
+from shardwise.reshard import least_bytes, reshard_bytes
 from shardwise.sharding import Axes, Layout, Sharding
 
 # How much work is worth one byte on the wire.  A TPU v3 core does 750 flops, and reads 5 bytes of its
@@ -27,54 +27,12 @@ from shardwise.sharding import Axes, Layout, Sharding
 # redundant compute dear, which is the safe side.
 FLOPS_PER_BYTE = 64.0
 MEMORY_PER_BYTE = 8.0
-MAX_CANDIDATES = 512
 
 # A dot whose result would be all-reduced may be moved to a layout none of its values has (an all-to-all
 # before, an all-gather after), where that saves clearly: it relayouts blocks and shortens dims, which
 # costs time the price leaves out.
 FEWER_BYTES = 0.85
 LOWER_PRICE = 0.95
-
-
-class Operand(NamedTuple):
-    """An operand as the choice sees it.
-
-    Attributes:
-      variants: the shardings its value is at hand in.
-      free: it can be made in any sharding at no cost (literals, iota, broadcast scalars).
-      zero: it is known to be zero, so it can count as a term of any pending sum.
-      uses: how many equations read it; `dots`: how many dots do.
-      times: a value from outside a loop is brought to a layout once for so many iterations, where the
-        block takes at most `room` bytes.
-    """
-
-    shape: tuple[int, ...]
-    padded: tuple[int, ...]
-    itemsize: int
-    variants: tuple[Sharding, ...]
-    free: bool = False
-    zero: bool = False
-    uses: int = 1
-    dots: int = 1
-    times: int = 1
-    room: float = 0
-
-
-class Result(NamedTuple):
-    """A result as the choice sees it.
-
-    Attributes:
-      wanted: the completed sharding, or its only reader's; `open`: nobody asked for one.
-      terms: as a pending sum it is one of so many that are finished together (a loop adds them up), so
-        finishing costs that part.
-    """
-
-    shape: tuple[int, ...]
-    padded: tuple[int, ...]
-    itemsize: int
-    wanted: Sharding
-    open: bool = False
-    terms: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,25 +80,45 @@ def choose(
     `comm` prices the op's own communication.  Ties go to the candidate found first: the wanted
     result's layout, then the operands' in order.
     """
-
-    def priced(anywhere: bool) -> list[Choice]:
-        found = [
-            _priced(rule, assignment, pending, operands, results, mesh, comm, dot)
-            for rule in (rules[:1] if anywhere else rules)
-            for assignment in candidates(rule, operands, results, mesh, anywhere)
-            for pending in _pending_sums(rule, operands)
-        ]
-        # stable: the first found wins a tie
-        return sorted((c for c in found if c is not None), key=_order)
-
-    if (easy := _undisputed(rules, operands, results, mesh, dot)) is not None:
+    price = _Price(operands, results, mesh, comm, dot)
+    if (easy := _undisputed(rules, price)) is not None:
         return easy, None
-    best = priced(anywhere=False)
-    if dot and _all_reduces(best[0], results):
-        new = priced(anywhere=True)[0]
-        if new.bytes < FEWER_BYTES * best[0].bytes and new.price < LOWER_PRICE * best[0].price:
-            return new, best[0]
-    return best[0], (best[1] if len(best) > 1 else None)
+    first, *others = _cheapest(price, rules, 2)
+    if dot and _all_reduces(first, results):
+        new = _cheapest(price, rules[:1], 1, LOWER_PRICE * first.price, anywhere=True)
+        if new and new[0].bytes < FEWER_BYTES * first.bytes:
+            return new[0], first
+    return first, (others[0] if others else None)
+
+
+def _cheapest(
+    price: _Price,
+    rules: Sequence[FactorRule],
+    count: int,
+    below: float = math.inf,
+    anywhere: bool = False,
+) -> list[Choice]:
+    """The `count` cheapest candidates of a price below `below`, in order.
+
+    What a candidate sends at the least is soon known, how it is best sent takes a search: those that
+    could be among the cheapest are looked at in the order of the former.
+    """
+    found = (
+        price.candidate(rule, assignment, pending)
+        for rule in rules
+        for assignment in candidates(rule, price.operands, price.results, price.mesh, anywhere)
+        for pending in _pending_sums(rule, price.operands)
+    )
+    bounded = [(_order(price.of(c, least_bytes)), i, c) for i, c in enumerate(found) if c]
+    best: list[tuple[tuple[float, float], int, Choice]] = []
+    for (bound, _), i, candidate in sorted(bounded, key=lambda b: b[:2]):
+        if bound >= below or (len(best) == count and bound > best[-1][0][0]):
+            break
+        choice = price.of(candidate, reshard_bytes)
+        if choice.price < below:
+            # of equals the one found first
+            best = sorted([*best, (_order(choice), i, choice)], key=lambda b: b[:2])[:count]
+    return [choice for *_, choice in best]
 
 
 def _order(c: Choice) -> tuple[float, float]:
@@ -149,27 +127,23 @@ def _order(c: Choice) -> tuple[float, float]:
     return round(c.price, 3), round(c.brought, 3)
 
 
-def _undisputed(
-    rules: Sequence[FactorRule],
-    operands: tuple[Operand, ...],
-    results: tuple[Result, ...],
-    mesh: MeshAxes,
-    dot: bool,
-) -> Choice | None:
+def _undisputed(rules: Sequence[FactorRule], price: _Price) -> Choice | None:
     """The layout all values that are split agree on, where nothing is sent for it.
 
     Every other candidate splits less: it does more work, and sends no less than nothing.
     """
-    rule = rules[0]
-    sources = _sources(rule, operands, results, mesh)
+    rule, operands, results, mesh = rules[0], price.operands, price.results, price.mesh
+    layouts = sources(rule, operands, results, mesh)
     pending = any(v.partial for o in operands for v in o.variants)
-    if len(rules) > 1 or len(sources) != 1 or pending or rule.special:
+    if len(rules) > 1 or len(layouts) != 1 or pending or rule.special:
         return None
-    (a,) = sources
-    if not assignment_fits(rule, a, mesh) or not _pads(rule, a, operands, results, mesh):
+    (a,) = layouts
+    if not fits(rule, a, operands, results, mesh):
         return None
-    found = _priced(rule, a, {}, operands, results, mesh, lambda ctx: 0.0, dot)
-    return found if found is not None and found.bytes == 0 else None
+    found = price.candidate(rule, a, {})
+    return (
+        price.of(found, reshard_bytes) if found and not price.of(found, least_bytes).bytes else None
+    )
 
 
 def _all_reduces(c: Choice, results: Sequence[Result]) -> bool:
@@ -178,170 +152,6 @@ def _all_reduces(c: Choice, results: Sequence[Result]) -> bool:
         not r.wanted.used.issuperset(o.sharding.partial)
         for r, o in zip(results, c.outs, strict=True)
     )
-
-
-def candidates(
-    rule: FactorRule,
-    operands: Sequence[Operand],
-    results: Sequence[Result],
-    mesh: MeshAxes,
-    anywhere: bool = False,
-) -> Iterator[Assignment]:
-    """Assignments worth pricing, each once, the plain ones (one value's own layout) first.
-
-    An atom may split the factors some value has it on, or none; one that some value has on a factor
-    that must lie whole may also split another (`_elsewhere`).  `anywhere` lets it split any factor:
-    a contraction split over an axis can be cheaper with the axis on its batch, by an all-to-all before
-    and an all-gather after, than as a pending sum and an all-reduce.
-    """
-    sources = _sources(rule, operands, results, mesh)
-    seen = set()
-
-    def fresh(a: Assignment) -> bool:
-        key = tuple(sorted(a.items()))
-        if (
-            key in seen
-            or not assignment_fits(rule, a, mesh)
-            or not _pads(rule, a, operands, results, mesh)
-        ):
-            return False
-        seen.add(key)
-        return True
-
-    plain = [{f: x for f, x in s.items() if f not in rule.whole} for s in sources]
-    for a in (*plain, {}):
-        if fresh(a):
-            yield a
-    for a in _elsewhere(rule, sources, mesh):
-        if fresh(a):
-            plain.append(a)
-            yield a
-    groups = _groups(plain, mesh)
-    fixed = rule.whole | rule.special  # windows follow some value's split, or none
-    every = [f for f in range(len(rule.sizes)) if anywhere and f not in fixed]
-    options = [(*dict.fromkeys([*_options(g[0], plain), *every]), None) for g in groups]
-    for picks in itertools.islice(itertools.product(*options), MAX_CANDIDATES):
-        a: Assignment = {}
-        for group, f in zip(groups, picks, strict=True):
-            if f is not None:
-                a[f] = (*a.get(f, ()), *group)
-        a = {f: _ordered(f, atoms, plain) for f, atoms in a.items()}
-        if fresh(a):
-            yield a
-
-
-def _sources(
-    rule: FactorRule, operands: Sequence[Operand], results: Sequence[Result], mesh: MeshAxes
-) -> list[Assignment]:
-    """What each value's own layout says about the factors: results' wishes, then operands."""
-    out: list[Assignment] = []
-
-    def add(dims: Sequence[tuple[int, ...]], s: Sharding) -> None:
-        a: Assignment = {}
-        for factors, axes in zip(dims, s.axes, strict=True):
-            a.update(spread(factors, axes, rule.sizes, mesh))
-        if a and a not in out:
-            out.append(a)
-
-    for dims, r in zip(rule.results, results, strict=True):
-        add(dims, r.wanted)
-    for dims, o in zip(rule.operands, operands, strict=True):
-        for v in o.variants:
-            add(dims, v)
-    return out
-
-
-def _elsewhere(
-    rule: FactorRule, sources: Sequence[Assignment], mesh: MeshAxes
-) -> Iterator[Assignment]:
-    """Sources that split a factor which must lie whole, with those atoms on factors that need not.
-
-    A sort of rows that are split is one all-to-all to whole rows, and one back: (g-1)/g of a block
-    each, where gathering the rows is (g-1) blocks and leaves every device the whole work.  The atoms
-    go to one other factor, the largest first; or they are spread over several, as far as they divide
-    them.
-    """
-    free = [
-        f
-        for f, size in sorted(enumerate(rule.sizes), key=lambda x: -x[1])
-        if size > 1 and f not in rule.whole and f not in rule.special and not rule.op_of(f)
-    ]
-    for source in sources:
-        stuck = [a for f, atoms in source.items() if f in rule.whole for a in atoms]
-        if not stuck:
-            continue
-        kept = {f: atoms for f, atoms in source.items() if f not in rule.whole}
-        for f in free:
-            yield {**kept, f: (*kept.get(f, ()), *stuck)}
-        spread_out = dict(kept)
-        for f in free:
-            while stuck and rule.sizes[f] % mesh.size((*spread_out.get(f, ()), stuck[0])) == 0:
-                spread_out[f] = (*spread_out.get(f, ()), stuck.pop(0))
-        yield spread_out
-
-
-def _options(atom: str, sources: Sequence[Assignment]) -> list[int]:
-    """The factors some source gives this atom to, in the order of the sources."""
-    return list(dict.fromkeys(f for s in sources for f, atoms in s.items() if atom in atoms))
-
-
-def _groups(sources: Sequence[Assignment], mesh: MeshAxes) -> list[tuple[str, ...]]:
-    """Atoms of one axis that every source treats alike move together: fewer combinations."""
-    out: list[list[str]] = []
-    last = None
-    for a in mesh.atoms:
-        options = tuple(tuple(f for f, atoms in s.items() if a in atoms) for s in sources)
-        if not any(options):
-            last = None
-            continue
-        key = (mesh.axis_of[a], options)
-        if key == last:
-            out[-1].append(a)
-        else:
-            out.append([a])
-        last = key
-    return [tuple(g) for g in out]
-
-
-def _ordered(f: int, atoms: tuple[str, ...], sources: Sequence[Assignment]) -> tuple[str, ...]:
-    """Atoms of a factor in the order of the first source that has them there."""
-    order = [a for s in sources for a in s.get(f, ())]
-    return tuple(sorted(atoms, key=lambda a: order.index(a) if a in order else len(order)))
-
-
-def _pads(
-    rule: FactorRule,
-    a: Assignment,
-    operands: Sequence[Operand],
-    results: Sequence[Result],
-    mesh: MeshAxes,
-) -> bool:
-    """Whether every dim's padded size splits evenly: one class of dims, one padded size.
-
-    A factor of a compound dim splits evenly or not at all, so its other dims must have no padding;
-    neither must those, of the factor's own size, of a factor the rule says so of.
-    """
-    for values, dims_of in ((operands, rule.operands), (results, rule.results)):
-        for v, dims in zip(values, dims_of, strict=True):
-            for size, padded, factors in zip(v.shape, v.padded, dims, strict=True):
-                axes = dim_axes(factors, a)
-                if not axes:
-                    continue
-                if padded % mesh.size(axes) or size == 0:
-                    return False
-                if padded != size and not _unpadded(rule).isdisjoint(factors):
-                    return False
-                if padded != size and any(
-                    f in rule.even and rule.sizes[f] == size for f in factors
-                ):
-                    return False
-    return True
-
-
-def _unpadded(rule: FactorRule) -> frozenset[int]:
-    """The factors of compound dims: they split evenly, so their other dims must have no padding."""
-    dims_of_all = (*rule.operands, *rule.results)
-    return frozenset(f for dims in dims_of_all for fs in dims if len(fs) > 1 for f in fs)
 
 
 def _pending_sums(rule: FactorRule, operands: Sequence[Operand]) -> Iterator[dict[int, Axes]]:
@@ -360,46 +170,74 @@ def _pending_sums(rule: FactorRule, operands: Sequence[Operand]) -> Iterator[dic
                 yield dict.fromkeys(group, atoms)
 
 
-def _priced(
-    rule: FactorRule,
-    assignment: Assignment,
-    pending: dict[int, Axes],
-    operands: tuple[Operand, ...],
-    results: tuple[Result, ...],
-    mesh: MeshAxes,
-    comm: Callable[[LocalContext], float],
-    dot: bool,
-) -> Choice | None:
-    carried = next(iter(pending.values()), ())
-    ins = layouts_for(rule, assignment, [(o.shape, o.padded) for o in operands], "operands", mesh)
-    outs = layouts_for(rule, assignment, [(r.shape, r.padded) for r in results], "results", mesh)
-    if carried:
-        used = {a for axes in assignment.values() for a in axes}
-        if used & set(carried) or any(o.sharding.partial and o.sharding.op != "sum" for o in outs):
-            return None
-        ins = tuple(
-            l.with_sharding(l.sharding.with_partial(carried)) if i in pending else l
-            for i, l in enumerate(ins)
+_Move = Callable[[Layout, Sharding, int, MeshAxes], float]
+
+
+class _Candidate(NamedTuple):
+    """A rule, an assignment, and the operands that are pending sums, with the layouts they give."""
+
+    rule: FactorRule
+    assignment: Assignment
+    pending: dict[int, Axes]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    local: float
+    work: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Price:
+    """What candidates for one equation cost."""
+
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    mesh: MeshAxes
+    comm: Callable[[LocalContext], float]
+    dot: bool
+
+    def candidate(
+        self, rule: FactorRule, assignment: Assignment, pending: dict[int, Axes]
+    ) -> _Candidate | None:
+        mesh, operands, results = self.mesh, self.operands, self.results
+        carried = next(iter(pending.values()), ())
+        shapes = [(v.shape, v.padded) for v in operands], [(v.shape, v.padded) for v in results]
+        ins = layouts_for(rule, assignment, shapes[0], "operands", mesh)
+        outs = layouts_for(rule, assignment, shapes[1], "results", mesh)
+        if carried:
+            used = {a for axes in assignment.values() for a in axes}
+            finished = any(l.sharding.partial and l.sharding.op != "sum" for l in outs)
+            if used & set(carried) or finished:
+                return None
+            ins = tuple(
+                l.with_sharding(l.sharding.with_partial(carried)) if i in pending else l
+                for i, l in enumerate(ins)
+            )
+            outs = tuple(
+                l.with_sharding(l.sharding.with_partial(mesh.sort((*l.sharding.partial, *carried))))
+                for l in outs
+            )
+        special = (
+            self.comm(LocalContext(mesh, rule, assignment, ins, outs)) if rule.special else 0.0
         )
-        outs = tuple(
-            l.with_sharding(l.sharding.with_partial(mesh.sort((*l.sharding.partial, *carried))))
-            for l in outs
-        )
-    total = comm(LocalContext(mesh, rule, assignment, ins, outs)) if rule.special else 0.0
-    brought = 0.0
-    for i, (o, l) in enumerate(zip(operands, ins, strict=True)):
-        if o.free or (o.zero and i in pending):
-            continue
+        work = _work(rule, assignment, ins, outs, operands, results, mesh, self.dot)
+        return _Candidate(rule, assignment, pending, ins, outs, special, work)
+
+    def of(self, c: _Candidate, move: _Move) -> Choice:
+        """A candidate's price, where `move` says what a reshard sends, or what it sends at least."""
+        brought = 0.0
         # where a halo would do, the next to read an operand may not want it gathered as well
-        brought += _bring(o, l, mesh, dot and not rule.special)
-    total += brought
-    for r, l in zip(results, outs, strict=True):
-        total += _deliver(r, l, mesh)
-    work = _work(rule, assignment, ins, outs, operands, results, mesh, dot)
-    return Choice(rule, tuple(sorted(assignment.items())), ins, outs, total, work, None, brought)
+        shared = self.dot and not c.rule.special
+        for i, (o, l) in enumerate(zip(self.operands, c.ins, strict=True)):
+            if not (o.free or (o.zero and i in c.pending)):
+                brought += _bring(o, l, self.mesh, shared, move)
+        sent = c.local + brought
+        for r, l in zip(self.results, c.outs, strict=True):
+            sent += _deliver(r, l, self.mesh, move)
+        assignment = tuple(sorted(c.assignment.items()))
+        return Choice(c.rule, assignment, c.ins, c.outs, sent, c.work, None, brought)
 
 
-def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
+def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool, move: _Move) -> float:
     """Bytes to bring an operand to a layout, shared among those that will read it there."""
     prices = []
     for v in o.variants:
@@ -410,18 +248,16 @@ def _bring(o: Operand, layout: Layout, mesh: MeshAxes, dot: bool) -> float:
         share = o.uses if v.partial else (o.dots if dot else 1)
         if o.times > 1 and math.prod(layout.local_shape(mesh)) * o.itemsize <= o.room:
             share = max(share, 1) * o.times
-        prices.append(
-            reshard_bytes(layout.with_sharding(v), layout.sharding, o.itemsize, mesh)
-            / max(share, 1)
-        )
+        sent = move(layout.with_sharding(v), layout.sharding, o.itemsize, mesh)
+        prices.append(sent / max(share, 1))
     return min(prices) if prices else math.inf
 
 
-def _deliver(r: Result, layout: Layout, mesh: MeshAxes) -> float:
+def _deliver(r: Result, layout: Layout, mesh: MeshAxes, move: _Move) -> float:
     """Bytes from the layout computed to the one wanted."""
     terms = r.terms if layout.sharding.op == "sum" and layout.sharding.partial else 1
     if not r.open:
-        return reshard_bytes(layout, r.wanted, r.itemsize, mesh) / terms
+        return move(layout, r.wanted, r.itemsize, mesh) / terms
     # nobody asked for a layout: a pending sum will pay for a reduce-scatter at least
     n = math.prod(layout.local_shape(mesh)) * r.itemsize
     g = mesh.size(layout.sharding.partial)

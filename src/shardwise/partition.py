@@ -23,7 +23,8 @@ import numpy as np
 from jax import lax
 
 from shardwise import _jax
-from shardwise.choose import Choice, Operand, Result, choose
+from shardwise.candidates import Operand, Result
+from shardwise.choose import Choice, choose
 from shardwise.complete import Completion
 from shardwise.factors import FactorRule, spread
 from shardwise.mesh import MeshAxes

@@ -85,6 +85,19 @@ def reshard_bytes(
     return sum(s.bytes * max(weights.get(a, 1.0) for a in s.atoms) for s in steps if s.bytes)
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def least_bytes(src: Layout, dst: Sharding, itemsize: int, mesh: MeshAxes) -> float:
+    """Bytes that any way from `src` to `dst` sends at the least: mostly what the best one sends.
+
+    No search: for pricing what is then not looked at further.
+    """
+    if src.sharding == dst or 0 in src.shape:
+        return 0.0
+    _check(src, dst, mesh)
+    problem, _ = _question(src, dst, itemsize, mesh, (), 0.0)
+    return problem.bound(problem.source) / problem.scale
+
+
 def emit_reshard(
     x: jax.Array,
     src: Layout,
@@ -141,8 +154,7 @@ def _plan(
     if 0 in src.shape:  # no element to move
         return (Step("slice", src.sharding, dst, (), 0.0),)
     cost = dict(weights)
-    runs = _runs(src.sharding, dst, mesh, cost)
-    problem = _problem(src, dst, itemsize, mesh, cost, runs, startup)
+    problem, runs = _question(src, dst, itemsize, mesh, weights, startup)
     plan = search(problem)
     if not problem.is_least(plan.price) and not problem.is_roomy():
         finer = _finer(runs, mesh)
@@ -151,6 +163,21 @@ def _plan(
         if other is not None:
             problem, plan, runs = fine, other, finer
     return _steps(problem, plan, runs, src.sharding.op, mesh)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _question(
+    src: Layout,
+    dst: Sharding,
+    itemsize: int,
+    mesh: MeshAxes,
+    weights: tuple[tuple[str, float], ...],
+    startup: float,
+) -> tuple[Problem, list[Axes]]:
+    """The reshard as the search sees it, and what its chunks are."""
+    cost = dict(weights)
+    runs = _runs(src.sharding, dst, mesh, cost)
+    return _problem(src, dst, itemsize, mesh, cost, runs, startup), runs
 
 
 # ---- atoms to chunks and back --------------------------------------------------------------------

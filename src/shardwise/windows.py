@@ -17,7 +17,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from shardwise.choose import Choice, Operand, Result
+from shardwise.candidates import Operand, Result
+from shardwise.choose import Choice
 from shardwise.mesh import MeshAxes
 from shardwise.ops.windowed import Window
 from shardwise.reshard import plan_reshard
