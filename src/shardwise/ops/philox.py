@@ -20,7 +20,7 @@ from jax import lax
 
 from shardwise import _jax, _jax_primitives
 from shardwise.factors import FactorRule, RuleBuilder
-from shardwise.ops.random import positions, times
+from shardwise.ops.random import positions, run_of, times
 from shardwise.ops.registry import LocalContext, comm, local, rule
 from shardwise.program import Eqn
 
@@ -106,26 +106,33 @@ def _block(ctx: LocalContext, eqn: Eqn, key: Any) -> Any:
 
     Along the last dim a hash gives several elements at once, where it begins and ends with one.
     """
-    layout, shape, words = ctx.outs[1], ctx.local_out(1), _words(eqn)
-    dtype, each = np.dtype(eqn.params["dtype"]), 4 // words
+    layout, shape, dtype = ctx.outs[1], ctx.local_out(1), np.dtype(eqn.params["dtype"])
+    each = 4 // _words(eqn)
+    if (run := run_of(ctx, layout, each)) is not None:
+        return jnp.stack(_elements(_philox(key, *run), dtype), -1).reshape(shape)
     aligned = shape[-1] % each == 0 and layout.shape[-1] % each == 0
     high, low = positions(ctx, layout, each if aligned else 1)
     shift = np.uint32(each.bit_length() - 1)
-    counter = (low >> shift) | (high << (np.uint32(32) - shift)), high >> shift
-    hashed = _philox(key, *counter)
-    if words == 2:
-        hashed = [h.astype(dtype) for h in hashed]
-        hashed = [hashed[i] | (hashed[i + 1] << np.uint64(32)) for i in (0, 2)]
+    counter = high >> shift, (low >> shift) | (high << (np.uint32(32) - shift))
+    several = _elements(_philox(key, *counter), dtype)
     if aligned:
-        return jnp.stack(hashed, -1).reshape(shape).astype(dtype)
+        return jnp.stack(several, -1).reshape(shape)
     lane = low & np.uint32(each - 1)
-    out = hashed[0]
+    out = several[0]
     for i in range(1, each):
-        out = jnp.where(lane == i, hashed[i], out)
-    return out.astype(dtype)
+        out = jnp.where(lane == i, several[i], out)
+    return out
 
 
-def _philox(key: Any, low: Any, high: Any) -> list[Any]:
+def _elements(words: list[Any], dtype: np.dtype) -> list[Any]:
+    """The elements that a hash's four words make."""
+    words = [w.astype(dtype) for w in words]
+    if dtype.itemsize <= 4:
+        return words
+    return [words[i] | (words[i + 1] << np.uint64(32)) for i in (0, 2)]
+
+
+def _philox(key: Any, high: Any, low: Any) -> list[Any]:
     """The hashes (four words each) of the state's counter plus the numbers (high, low)."""
     c0 = key[2] + low
     carry = (c0 < low).astype(np.uint32)
