@@ -18,6 +18,7 @@ from jax import lax
 
 from shardwise import _jax_primitives
 from shardwise.factors import FactorRule, RuleBuilder
+from shardwise.halo import all_to_all
 from shardwise.mesh import ManualAxes
 from shardwise.ops.registry import LocalContext, local, rule
 from shardwise.program import Eqn
@@ -146,7 +147,17 @@ def _exchange(eqn: Eqn) -> FactorRule:
 
 @local(*_primitives("all_to_all"))
 def _exchange_local(ctx: LocalContext, eqn: Eqn, x: Any) -> list[Any]:
-    return _bind(ctx, eqn, [x], "axis_name") if _atoms(ctx, eqn) else [x]
+    """Through a leading dim of one part a device: see `halo.all_to_all` for why."""
+    if not (atoms := _atoms(ctx, eqn)):
+        return [x]
+    if eqn.params.get("axis_index_groups") is not None:
+        return _bind(ctx, eqn, [x], "axis_name")
+    give, take, g = eqn.params["split_axis"], eqn.params["concat_axis"], ctx.mesh.size(atoms)
+    parts = x.reshape((*x.shape[:give], g, x.shape[give] // g, *x.shape[give + 1 :]))
+    parts = all_to_all(jnp.moveaxis(parts, give, 0), atoms)
+    local = parts.shape[1:]
+    joined = (*local[:take], g * local[take], *local[take + 1 :])
+    return [jnp.moveaxis(parts, 0, take).reshape(joined)]
 
 
 @rule(*_primitives("axis_index"))
