@@ -34,6 +34,11 @@ MEMORY_PER_BYTE = 8.0
 FEWER_BYTES = 0.85
 LOWER_PRICE = 0.95
 
+# A sum that stays pending in a result nobody asked for is priced as if it will be scattered; where it is
+# asked for whole it costs twice that.  So where to finish it first costs as much (it widens on the way, or
+# another equation reads it finished), that is the better bargain.
+LATER = 1.001
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -232,7 +237,7 @@ class _Price:
                 brought += _bring(o, l, self.mesh, shared, move)
         sent = c.local + brought
         for r, l in zip(self.results, c.outs, strict=True):
-            sent += _deliver(r, l, self.mesh, move)
+            sent += _deliver(r, l, self.mesh, move) * (LATER if c.pending and r.open else 1)
         assignment = tuple(sorted(c.assignment.items()))
         return Choice(c.rule, assignment, c.ins, c.outs, sent, c.work, None, brought)
 
