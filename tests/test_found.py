@@ -64,3 +64,15 @@ def test_an_all_to_all_from_one_dim_to_another_is_right():
 
     x = np.zeros((3, 0, 10), np.float32)
     check(f, (x,), {"x": 2, "y": 2, "z": 2}, P("y", "x", "z"), grad=False)
+
+
+def test_groups_of_a_convolution_padded_for_another_axis():
+    """Four channels are stored as six where y splits them: a device on x convolves three, not two."""
+
+    def f(x, w):
+        y = lax.conv_general_dilated(x, w, (1,), "VALID", feature_group_count=4)
+        y = jnp.tanh(sw.annotate(y, P(None, "x", None)))
+        return sw.annotate(y.transpose(1, 0, 2), P("y"))
+
+    args = (values((2, 4, 8), "float32", 0), values((4, 1, 3), "float32", 1))
+    check(f, args, {"x": 2, "y": 3}, (None, P("x")))

@@ -178,30 +178,28 @@ def _nothing(ctx: LocalContext) -> bool:
 def _conv_local(ctx: LocalContext, eqn: Eqn, lhs: Any, rhs: Any) -> Any:
     if _nothing(ctx):
         return lax.full(ctx.local_out(), 0, eqn.outvars[0].dtype)
-    block = lhs
+    given = lhs
     for f, _ in ctx.rule.reduced:  # padding would count: 0 times NaN is NaN
         if f not in ctx.rule.special and (f,) in ctx.rule.operands[0]:
             lhs = ctx.mask(lhs, ctx.ins[0], ctx.rule.operands[0].index((f,)), 0)
         rhs = ctx.mask(rhs, ctx.ins[1], ctx.rule.operands[1].index((f,)), 0)
     dims = _sliding(ctx, eqn)
-    received = ctx.received[0] if ctx.received and lhs is block else None
+    received = ctx.received[0] if ctx.received and lhs is given else None
     lhs = slide(lhs, dict(dims.values()), 0, received)
     p = eqn.params
     padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
     for j, (_, s) in dims.items():
         padding[j], dilation[j] = (s.window.low, s.window.high), s.window.base
+    # Groups are the major factor of rhs's output features; those of padding are convolved too.
+    outer = p["dimension_numbers"].rhs_spec[0]
+    features, block = eqn.invars[1].shape[outer], rhs.shape[outer]
     counts = {
-        name: -(-p[name] // ctx.mesh.size(_group_atoms(ctx, eqn))) if p[name] > 1 else 1
+        name: block // (features // p[name]) if p[name] > 1 else 1
         for name in ("feature_group_count", "batch_group_count")
     }
     return eqn.primitive.bind(
         lhs, rhs, **{**p, **counts, "padding": tuple(padding), "lhs_dilation": tuple(dilation)}
     )
-
-
-def _group_atoms(ctx: LocalContext, eqn: Eqn) -> tuple[str, ...]:
-    """What the groups are split over: they are the major factor of rhs's output features."""
-    return ctx.axes(ctx.rule.operands[1][eqn.params["dimension_numbers"].rhs_spec[0]][0])
 
 
 @comm(lax.conv_general_dilated_p)
