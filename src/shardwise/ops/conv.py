@@ -21,9 +21,11 @@ rows and taps (one window, that takes in everything).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax import lax
 
 from shardwise.factors import FactorRule, RuleBuilder
@@ -190,16 +192,47 @@ def _conv_local(ctx: LocalContext, eqn: Eqn, lhs: Any, rhs: Any) -> Any:
     padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
     for j, (_, s) in dims.items():
         padding[j], dilation[j] = (s.window.low, s.window.high), s.window.base
-    # Groups are the major factor of rhs's output features; those of padding are convolved too.
-    outer = p["dimension_numbers"].rhs_spec[0]
-    features, block = eqn.invars[1].shape[outer], rhs.shape[outer]
+    spatial = {d.lhs: (padding[j], dilation[j]) for j, d in enumerate(spatial_dims(eqn))}
+    lhs, found = padded(lhs, spatial)
+    for j, d in enumerate(spatial_dims(eqn)):
+        padding[j], dilation[j] = found[d.lhs]
+    groups = _groups_here(ctx, eqn)
     counts = {
-        name: block // (features // p[name]) if p[name] > 1 else 1
-        for name in ("feature_group_count", "batch_group_count")
+        name: groups if p[name] > 1 else 1 for name in ("feature_group_count", "batch_group_count")
     }
     return eqn.primitive.bind(
         lhs, rhs, **{**p, **counts, "padding": tuple(padding), "lhs_dilation": tuple(dilation)}
     )
+
+
+def padded(
+    lhs: Any, dims: dict[int, tuple[tuple[int, int], int]]
+) -> tuple[Any, dict[int, tuple[tuple[int, int], int]]]:
+    """lhs padded along the dims where a convolution would cut one end and pad the other.
+
+    XLA's CPU compiler of jax 0.10.2 reads memory beyond lhs there, for one device too.
+
+    Args:
+      dims: dim of lhs -> (its padding, its base dilation).
+
+    Returns:
+      The new lhs, and what is left for the convolution to do.
+    """
+    mixed = {d for d, ((low, high), _) in dims.items() if min(low, high) < 0 < max(low, high)}
+    if not mixed:
+        return lhs, dims
+    plain = ((0, 0), 1)
+    config = [(*dims[d][0], dims[d][1] - 1) if d in mixed else (0, 0, 0) for d in range(lhs.ndim)]
+    lhs = lax.pad(lhs, np.zeros((), lhs.dtype), config)
+    return lhs, {d: plain if d in mixed else given for d, given in dims.items()}
+
+
+def _groups_here(ctx: LocalContext, eqn: Eqn) -> int:
+    """The groups of a block, those of padding included: the major factor of rhs's output features."""
+    outer = eqn.params["dimension_numbers"].rhs_spec[0]
+    _, *rest = ctx.rule.operands[1][outer]
+    each = math.prod(ctx.rule.sizes[f] // ctx.mesh.size(ctx.axes(f)) for f in rest)
+    return ctx.local_in(1)[outer] // each
 
 
 @comm(lax.conv_general_dilated_p)

@@ -11,19 +11,22 @@ what is replicated is the same, bit for bit, on every device that holds it; and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from shardwise import hlo
 from shardwise.api import spmd
 from shardwise.mesh import device_mesh
+from shardwise.ops.conv import padded
 from shardwise.padded import PaddedArray
 from shardwise.plan import Plan
 
@@ -103,10 +106,30 @@ def check(
 def _op_by_op(fn: Callable[..., Any], args: Sequence[Any], wrong: CheckFailed) -> Any:
     """The reference again, not compiled: XLA merges nested dynamic slices wrongly for one device too."""
     try:
-        with jax.disable_jit():
+        with jax.disable_jit(), _convolutions_padded():
             return _reference(fn, jax.tree.map(jnp.asarray, args), jit=False)
     except Reference:
         raise wrong from None
+
+
+@contextlib.contextmanager
+def _convolutions_padded() -> Iterator[None]:
+    """Where XLA's CPU compiler convolves wrongly even alone (see `ops.conv.padded`), pad first."""
+    p = lax.conv_general_dilated_p
+    impl = p.impl
+
+    def convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
+        dims = params["dimension_numbers"].lhs_spec[2:]
+        given = zip(params["padding"], params["lhs_dilation"], strict=True)
+        lhs, left = padded(lhs, dict(zip(dims, given, strict=True)))
+        padding, dilation = zip(*(left[d] for d in dims), strict=True) if dims else ((), ())
+        return impl(lhs, rhs, **{**params, "padding": padding, "lhs_dilation": dilation})
+
+    p.impl = convolve
+    try:
+        yield
+    finally:
+        p.impl = impl
 
 
 def _reference(fn: Callable[..., Any], args: Sequence[Any], jit: bool = True) -> Any:
