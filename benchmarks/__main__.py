@@ -1,4 +1,4 @@
-"""`python -m benchmarks transformer|cases|micro|compile [options]`."""
+"""`python -m benchmarks transformer|moe|cases|micro|compile [options]`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,30 @@ from shardwise.demo import devices
 def main(argv: list[str] | None = None) -> int:
     devices.start(8)
     # These import jax.numpy and build arrays: after the devices are there.
-    from benchmarks import cases, compiling, micro, placement, tpu, transformer
+    from benchmarks import (
+        cases,
+        compiling,
+        micro,
+        moe,
+        moe_scale,
+        moe_tpu,
+        placement,
+        tpu,
+        transformer,
+    )
 
     commands = {
         "transformer": (transformer, "training step of a dense Transformer, beside jax.jit"),
+        "moe": (moe, "training step of mixture-of-experts layers, beside jax.jit"),
         "cases": (cases, "programs of user reports: right numbers, none refused"),
         "micro": (micro, "one operator each: bytes beside the best known plan"),
         "compile": (compiling, "planning time: depth, and 8 against 65,536 devices"),
         "tpu": (tpu, "the 64B Transformer compiled for 2048 TPU cores, with no TPU (jax[tpu])"),
+        "moe-scale": (moe_scale, "an MoE layer's cost as experts and devices grow from 8 to 2048"),
+        "moe-tpu": (
+            moe_tpu,
+            "GShard's 600B model compiled for 2048 TPU cores, with no TPU (jax[tpu])",
+        ),
         "placement": (placement, "annotations dropped or moved: what the plan makes of it"),
     }
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)

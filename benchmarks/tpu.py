@@ -155,12 +155,11 @@ def plan_rows(s: Settings) -> list[dict[str, Any]]:
 # ---- one compilation -----------------------------------------------------------------------------
 
 
-def in_a_process(s: Settings) -> dict[str, Any]:
+def in_a_process(s: Any, module: str = "benchmarks.tpu") -> dict[str, Any]:
     """Compile in a fresh process: the compiler's memory goes back, and a crash is a message."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
     try:
-        settings = json.dumps(dataclasses.asdict(s))
-        return measure.in_a_process("benchmarks.tpu", settings, timeout=1800)
+        return measure.in_a_process(module, json.dumps(dataclasses.asdict(s)), timeout=1800)
     except measure.WorkerFailed as e:
         raise SystemExit(
             f"cannot compile for {s.topology}: {e}\n"
@@ -168,21 +167,24 @@ def in_a_process(s: Settings) -> dict[str, Any]:
         ) from e
 
 
-def pod(s: Settings) -> Mesh:
+def pod(topology: str, shape: dict[str, int]) -> Mesh:
     """The mesh over a pod that is not there: rows of chips, the core fastest."""
     # Loads libtpu, an optional extra.
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=s.topology).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     ordered = sorted(devices, key=lambda d: (*reversed(d.coords), d.core_on_chip))
-    return Mesh(np.array(ordered).reshape(s.x, s.y), ("x", "y"))
+    return Mesh(np.array(ordered).reshape(tuple(shape.values())), tuple(shape))
 
 
 def compiled(s: Settings) -> dict[str, Any]:
-    """Lower and compile; everything the table shows, in GiB, GB and seconds."""
-    mesh = pod(s)
-    step = lowerable(s, mesh)
+    step = lowerable(s, pod(s.topology, {"x": s.x, "y": s.y}))
     values = programs.abstract_arguments(s.config, s.batch, s.seq)
+    return figures(step, values, s.side == "shardwise")
+
+
+def figures(step: Any, values: Any, planned: bool) -> dict[str, Any]:
+    """Lower and compile; everything the table shows, in GiB, GB and seconds."""
     start = time.perf_counter()
     lowered = step.lower(*values)
     lower = time.perf_counter() - start
@@ -197,6 +199,10 @@ def compiled(s: Settings) -> dict[str, Any]:
         **memory(executable.memory_analysis()),
         "wire GB": wire.bytes / 1e9,
         **{f"  {kind} GB": sent / 1e9 for kind, sent in wire.by_kind().items()},
+        **{
+            f"  {kind}s a step": sum(op.times for op in wire.collectives if op.kind == kind)
+            for kind in wire.by_kind()
+        },
         "compute s": compute,
         "communication s": comm,
         "step s (sum)": compute + comm,
@@ -204,7 +210,7 @@ def compiled(s: Settings) -> dict[str, Any]:
         "compile s": compiling,
         "loops of unknown length": len(wire.unknown_loops),
     }
-    if s.side == "shardwise":
+    if planned:
         plan = step.plan(*values)
         out["plan.comm_bytes GB"] = plan.comm_bytes / 1e9
         out["plan.peak_memory GiB"] = plan.peak_memory / GIB

@@ -14,7 +14,10 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 # A count the caller's environment asks for would come last and win: it is replaced.
 _kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_FLAG)]
-os.environ["XLA_FLAGS"] = " ".join([*_kept, f"{_FLAG}={DEVICES}"])
+# A program runs once here, and compiling it well takes longer than running it badly.  (The demo that
+# `.ci/run` runs, and the benchmarks, are compiled as users' programs are.)
+_QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+os.environ["XLA_FLAGS"] = " ".join([*_QUICK, *_kept, f"{_FLAG}={DEVICES}"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
@@ -54,3 +57,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{len(skipped)} tests need the folder ../shared, which is missing:")
         for report in skipped:
             terminalreporter.line(f"  {report.nodeid}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that start processes and train come first: the last test of a run should be a short one."""
+    items.sort(key=lambda item: "translation" not in item.path.parts)

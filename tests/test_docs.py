@@ -1,4 +1,4 @@
-"""Pages run: every python block of docs/tour.md and docs/manual.md, in order, prints what the page says."""
+"""Pages run: every python block of the pages below, in order, prints what the page says."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ def blocks(text):
     return [(m.group(1), m.group(2) or "") for m in re.finditer(pattern, text, re.S)]
 
 
-@pytest.mark.parametrize("page", ["tour.md", "manual.md"])
+@pytest.mark.parametrize("page", ["tour.md", "manual.md", "moe.md"])
 def test_the_page_prints_what_it_says(page):
     scope = {}
     for code, want in blocks((DOCS / page).read_text()):

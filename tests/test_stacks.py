@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import shardwise as sw
 from shardwise.testing import check
 
 RNG = np.random.default_rng(0)
@@ -266,3 +267,25 @@ def test_branches_that_communicate_in_a_map():
     check(f, args, {"x": 2, "y": 4}, P("x", "y"), P("x", "y"))
     local = lambda x: lax.map(lambda r: lax.cond(r[0] > 0, jnp.sin, jnp.cos, r), x)
     check(local, args, {"x": 8}, P("x"), kinds=[])
+
+
+# --- what a backward pass reads -------------------------------------------------------------------
+
+
+def test_a_value_moved_for_a_dot_is_kept_as_the_dot_took_it():
+    """The rows go to the matrices and back: two all-to-alls forward, two backward, and none to bring the
+    saved rows there once more."""
+
+    def mixed(h: Any, ws: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            rows = sw.annotate(h, P("x")) + 1.0
+            out = jnp.einsum("abm,bmn->abn", rows, sw.annotate(w, P("x")))
+            return sw.annotate(out, P("x")), None
+
+        return (lax.scan(layer, h, ws)[0] ** 2).sum()
+
+    args = f32(8, 8, 16), f32(3, 8, 16, 16) / 4
+    step = jax.value_and_grad(mixed, argnums=(0, 1))
+    plan = check(step, args, {"x": 8}, grad=False, wire=True)
+    assert [n for kind, n, _ in sent(plan) if kind == "all-to-all"] == [4 * 3]
+    assert {kind for kind, _, _ in sent(plan)} == {"all-to-all", "all-reduce"}  # and the loss

@@ -28,7 +28,7 @@ ORDER = """
     crossing callbacks fft_passes                                # the program of one device
     explain plan                                                 # all that was decided
     arguments options transform api                              # spmd
-    hlo nn demo testing cli                                      # around it
+    hlo nn demo translation testing cli                                      # around it
 """
 NAMES = [name for line in ORDER.splitlines() for name in line.split("#")[0].split()]
 POSITION = {name: i for i, name in enumerate(NAMES)}
@@ -89,7 +89,7 @@ def test_a_module_imports_only_those_above_it(path: pathlib.Path):
         if (
             module not in POSITION
             and entry(module) not in POSITION
-            and me in ("demo", "nn", "testing")
+            and me in ("demo", "nn", "testing", "translation")
         ):
             continue
         if entry(module) != me and POSITION[entry(module)] > POSITION[me]:
@@ -114,7 +114,11 @@ def test_one_module_touches_internals_of_jax(path: pathlib.Path):
 def test_the_core_depends_on_jax_and_numpy_only():
     """What installs without extras must import without them."""
     allowed = {"jax", "numpy", "shardwise"}
-    extras = {"demo": {"optax", "rich"}, "testing": {"hypothesis"}}
+    extras = {
+        "demo": {"optax", "rich"},
+        "testing": {"hypothesis"},
+        "translation": {"optax", "orbax", "rich", "sacrebleu", "sentencepiece"},
+    }
     for path in FILES:
         more = extras.get(path.relative_to(SOURCE).parts[0], set())
         for node in ast.walk(ast.parse(path.read_text())):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,6 +88,17 @@ def under_source(info: Any, scope: str) -> Any:
         info.traceback if info is not None else None,
         name_stack=source_info_util.current_name_stack() + stack.extend(scope),
     )
+
+
+_OWN_SCOPE = re.compile(r"sw\d+")
+
+
+def scope_of(eqn: Any) -> str:
+    """The innermost named scope of the user's that an equation of a per-device jaxpr comes from, or ""."""
+    names = [getattr(part, "name", "") for part in eqn.source_info.name_stack.stack]
+    kinds = [type(part).__name__ for part in eqn.source_info.name_stack.stack]
+    scopes = [n for n, kind in zip(names, kinds, strict=True) if kind == "Scope"]
+    return next((n for n in reversed(scopes) if not _OWN_SCOPE.fullmatch(n)), "")
 
 
 def wrap_fun(f: Callable[..., Any], name: str, args: Sequence[Any]) -> Any:

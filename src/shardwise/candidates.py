@@ -27,6 +27,7 @@ class Operand(NamedTuple):
       uses: how many equations read it; `dots`: how many dots do.
       times: a value from outside a loop is brought to a layout once for so many iterations, where the
         block takes at most `room` bytes.
+      same: the place of an earlier operand that is this very value (x * x): brought once for both.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Operand(NamedTuple):
     dots: int = 1
     times: int = 1
     room: float = 0
+    same: int | None = None
 
 
 class Result(NamedTuple):

@@ -233,7 +233,8 @@ class _Price:
         # where a halo would do, the next to read an operand may not want it gathered as well
         shared = self.dot and not c.rule.special
         for i, (o, l) in enumerate(zip(self.operands, c.ins, strict=True)):
-            if not (o.free or (o.zero and i in c.pending)):
+            again = o.same is not None and c.ins[o.same] == l
+            if not (o.free or again or (o.zero and i in c.pending)):
                 brought += _bring(o, l, self.mesh, shared, move)
         sent = c.local + brought
         for r, l in zip(self.results, c.outs, strict=True):

@@ -1,6 +1,7 @@
 """The command `shardwise`.
 
-`shardwise demo` trains a small language model, written for one device, on virtual CPU devices.
+`shardwise demo` trains a small language model, written for one device, on virtual CPU devices;
+`shardwise demo --job translation` a translation model with mixture-of-experts layers.
 Bad input ends with exit status 2 and one message; a demo whose proof fails ends with 1.
 """
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
+from shardwise.demo.devices import parse_axes
 from shardwise.errors import ShardingError
 
 _CHILD = "SHARDWISE_CHILD"  # set in a child process, so that it never starts another one
@@ -21,24 +23,38 @@ _CHILD = "SHARDWISE_CHILD"  # set in a child process, so that it never starts an
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser()
+    translation = _job(argv) == "translation"
+    parser = _translation_parser() if translation else _parser()
     args = parser.parse_args(argv)
     try:
-        options = demo_options(args)
+        options, axes = translation_options(args) if translation else (demo_options(args), {})
     except ValueError as e:  # ShardingError included
         parser.exit(2, f"shardwise: error: {e}\n")
     from shardwise.demo import devices
 
     if not devices.start(args.devices):
         return _in_a_child(argv, args.devices)
-    # Imported only now: these build arrays, and that would start JAX with one device.
-    from shardwise.demo import run
-
     try:
+        # Imported only now: these build arrays, and that would start JAX with one device.
+        if translation:
+            from shardwise.translation import demo
+            from shardwise.translation.__main__ import keep_compiled
+
+            keep_compiled(args.cache)
+            return demo.demo(options, axes, args.directory, args.cache, as_json=args.json)
+        from shardwise.demo import run
+
         return run.demo(options, as_json=args.json)
-    except (ShardingError, FileNotFoundError) as e:
+    except (ShardingError, ValueError, FileNotFoundError, ImportError) as e:
         print(f"shardwise: error: {e}", file=sys.stderr)
         return 2
+
+
+def _job(argv: list[str]) -> str:
+    """Which demo is asked for: their options differ."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--job", default="language")
+    return first.parse_known_args(argv)[0].job
 
 
 def _in_a_child(argv: list[str], count: int) -> int:
@@ -62,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = sub.add_parser("demo", help="train a language model on 8 virtual devices",
                           description=text)  # fmt: skip
     add = demo.add_argument
+    add(
+        "--job",
+        choices=("language", "translation"),
+        default="language",
+        help="what to train (default language); --job translation --help shows that one's options",
+    )
     add("--mesh", default=None, metavar="x=2,y=4", help="the two axes: batch first, then model")
     add("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
     add("--strategy", choices=("final", "attempt1", "attempt2"), default="final",
@@ -79,6 +101,43 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="one JSON object on stdout, nothing else")
     return parser
+
+
+def _translation_parser() -> argparse.ArgumentParser:
+    from shardwise.translation.__main__ import CACHE, add_job_options
+    from shardwise.translation.demo import DEFAULTS
+
+    parser = argparse.ArgumentParser(prog="shardwise")
+    sub = parser.add_subparsers(dest="command", required=True)
+    text = (
+        "Train GShard's mixture-of-experts Transformer on message catalogues of many languages, on "
+        "virtual CPU devices, show every sharding and collective, prove the result equal to the "
+        "one-device run, and translate some sentences."
+    )
+    demo = sub.add_parser("demo", help="train a translation model", description=text)
+    add = demo.add_argument
+    add("--job", choices=("language", "translation"), default="translation")
+    add("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
+    add("--mesh", default=None, metavar="x=2,y=4", help="default: all devices on x")
+    add("--directory", default=None, help="keep checkpoints and metrics there, and go on from them")
+    add("--cache", default=CACHE, help=f"of vocabularies (default {CACHE})")
+    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    add_job_options(demo, **DEFAULTS)
+    return parser
+
+
+def translation_options(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
+    """The translation job's options and mesh from the command line.
+
+    Raises:
+      ValueError: for sizes that cannot be.
+    """
+    from shardwise.translation.__main__ import job_options, mesh_of
+
+    axes = mesh_of(args)
+    if (need := math.prod(axes.values())) > args.devices or args.devices < 1:
+        raise ValueError(f"a mesh of {need} devices needs --devices {need}, not {args.devices}")
+    return job_options(args), axes
 
 
 def demo_options(args: argparse.Namespace) -> Any:
@@ -121,14 +180,7 @@ def parse_mesh(text: str | None, devices: int) -> dict[str, int]:
     if text is None:
         rows = max(d for d in range(1, math.isqrt(devices) + 1) if devices % d == 0)
         return {"x": rows, "y": devices // rows}
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = (s.strip() for s in part.partition("="))
-        if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0):
-            raise ValueError(f"--mesh {text!r}: {part!r} is not NAME=SIZE, as in x=2,y=4")
-        if name in axes:
-            raise ValueError(f"--mesh {text!r}: axis {name!r} is given twice")
-        axes[name] = int(size)
+    axes = parse_axes(text)
     if len(axes) != 2:
         raise ValueError(f"--mesh {text!r}: the strategies need two axes, as in x=2,y=4")
     if (need := math.prod(axes.values())) > devices:

@@ -144,6 +144,14 @@ def entries(spec: PartitionSpec, rank: int | None = None) -> tuple[Names, ...]:
     return tuple(out + [()] * ((rank or 0) - len(out)))
 
 
+def blocks_along(axes: str | Iterable[str]) -> int:
+    """The blocks along `axes` that manual code called here would see: 1 on one device."""
+    names = axis_names(axes)
+    sizes = _mesh_for((), names)[1]
+    check_axes("blocks_along", names, (), sizes, _jax.current_source())
+    return math.prod(sizes[n] for n in names)
+
+
 def check_axes(what: str, names: Names, specs: Any, sizes: dict[str, int], where: str) -> None:
     has = " ".join(f"{n}={s}" for n, s in sizes.items())
     named = [a for s in jax.tree.leaves(specs, is_leaf=_is_spec) for d in entries(s) for a in d]

@@ -327,8 +327,9 @@ class Partitioner:
                 *self._readers(eqn, var, v, dot),
                 v.times,
                 self.limits.room if v.times > 1 else 0,
+                next((j for j, w in enumerate(ins[:i]) if w is v), None),
             )
-            for v, var in zip(ins, eqn.invars, strict=True)
+            for i, (v, var) in enumerate(zip(ins, eqn.invars, strict=True))
         )  # fmt: skip
         results = tuple(
             Result(

@@ -193,6 +193,7 @@ class _Scan:
         init = hand(p, eqn, self.init, self.carries, plan.carries)
         own = [d for d in plan.departures if d.own]
         count = jnp.arange(self.length, dtype=jnp.int32) if own else None
+        leaving = list(plan.departures)
         narrow = [tpu.read_as(self.body, v) if tpu.tracing() else None for v in self.x_vars]
 
         def step(state: Any, item: Any) -> Any:
@@ -202,8 +203,10 @@ class _Scan:
             ]
             outs = self.iteration(carry, xs)
             c = len(carry)
-            ys = hand(p, eqn, outs[c:], self.y_vars(c), [d.slice for d in plan.departures])
-            pairs = list(zip(plan.departures, ys, strict=True))
+            made = zip(plan.departures, outs[c:], strict=True)
+            leaving[:] = [d.as_read(p, y) for d, y in made]
+            ys = hand(p, eqn, outs[c:], self.y_vars(c), [d.slice for d in leaving])
+            pairs = list(zip(leaving, ys, strict=True))
             rows = iter(kept)
             kept = [d.write(p, next(rows), i, y) for d, y in pairs if d.own]
             new = hand(p, eqn, outs[:c], self.carries, plan.carries)
@@ -218,7 +221,7 @@ class _Scan:
         ends = zip(eqn.outvars, final, terms, strict=False)
         out = [p.value(o, b, s) for o, b, s in ends]
         owned, rest = iter(kept), iter(ys)
-        return out + [d.result(p, next(owned if d.own else rest)) for d in plan.departures]
+        return out + [d.result(p, next(owned if d.own else rest)) for d in leaving]
 
     def y_vars(self, c: int) -> list[Var]:
         return self.plan.constants.inside.outvars[c:]

@@ -88,7 +88,7 @@ class Arrival:
         n = math.prod(layout.local_shape(p.mesh)) * var.itemsize
         extended = jnp.issubdtype(var.dtype, jax.dtypes.extended)
         if not lead or n <= SMALL_SLICE or extended:
-            return Arrival(var, (inner,))
+            return Arrival(var, (*_as_left(p, value, var, inner), inner))
         if slices := moved(p, var, inner, lead):
             at_hand = [s for s in slices if stacked(s) in value.variants]
             return Arrival(var, (*at_hand, *(s for s in slices if s not in at_hand)))
@@ -130,6 +130,27 @@ class Arrival:
     def _note(self, eqn: Eqn, v: Var, value: Value | None, what: str) -> Note:
         name = value.name if value else v.name or f"v{v.id}"
         return Note(eqn, what, name, v)
+
+
+def _as_left(p: Partitioner, value: Value, var: Var, inner: Sharding) -> list[Sharding]:
+    """The layout another loop left its slices in (`Departure.as_read`), if it is not the completed one."""
+    if value.free or stacked(inner) in value.variants or not var.rank:
+        return []
+    s = value.first
+    slices = Sharding(s.axes[1:])
+    even = value.padded[1:] == p.padded(var)
+    if s.partial or s.axes[0] or not even or not _no_larger(p, var, slices, inner):
+        return []
+    return [slices]
+
+
+def _no_larger(p: Partitioner, v: Var, a: Sharding, b: Sharding) -> bool:
+    """Whether a block in layout `a` takes no more than one in layout `b`."""
+
+    def size(s: Sharding) -> int:
+        return math.prod(Layout(v.shape, p.padded(v), s).local_shape(p.mesh))
+
+    return size(a) <= size(b)
 
 
 def _lead(p: Partitioner, value: Value, inner: Sharding) -> Axes:
@@ -183,6 +204,25 @@ class Departure:
             return after + out.shape[0] * reshard_bytes(layout, s, out.itemsize, p.mesh)
 
         return Departure(out, *min(ways, key=sent))
+
+    def as_read(self, p: Partitioner, value: Value) -> Departure:
+        """With the layout that the body brought a slice to last, if only loops read the stack.
+
+        Such stacks are what a backward pass needs of each iteration: the operand of a dot that was moved
+        for it by an all-to-all is wanted there again.  It may take no more memory.
+        """
+        if self.own or self.lead or value.free or set(p.uses.get(self.out, ())) - {"scan"}:
+            return self
+        s = next(reversed(value.variants))
+        if s.partial or s in (self.slice, value.first) or value.padded != p.padded(self.out)[1:]:
+            return self
+        if any(n % p.mesh.size(a) for n, a in zip(value.padded, s.axes, strict=True)):
+            return self
+        blocks = [
+            math.prod(Layout(value.shape, value.padded, x).local_shape(p.mesh))
+            for x in (s, self.slice)
+        ]
+        return self if blocks[0] > blocks[1] else dataclasses.replace(self, slice=s)
 
     def result(self, p: Partitioner, block: Any) -> Value:
         return p.value(self.out, block, stacked(self.slice, self.own or self.lead))

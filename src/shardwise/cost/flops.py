@@ -26,6 +26,30 @@ def flops(jaxpr: Any) -> float:
     return sum(_eqn(e) for e in _jax.open_jaxpr(jaxpr)[0].eqns)
 
 
+def flops_by_scope(jaxpr: Any) -> dict[str, float]:
+    """The same, by the innermost of the program's own named scopes an equation comes from.
+
+    `jnp.einsum` opens one of its own name ("gsm,me->gse"), and its backward pass is in it too; what is in
+    no scope is under "".
+    """
+    found: dict[str, float] = {}
+
+    def walk(jaxpr: Any, times: float, outer: str) -> None:
+        for eqn in _jax.open_jaxpr(jaxpr)[0].eqns:
+            scope = _jax.scope_of(eqn) or outer
+            bodies = list(subjaxprs(eqn))
+            if eqn.primitive.name == "cond":
+                bodies = [max(eqn.params["branches"], key=flops)]
+            if not bodies:
+                found[scope] = found.get(scope, 0.0) + times * _eqn(eqn)
+            for body in bodies:
+                trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+                walk(body, times * trips, scope)
+
+    walk(jaxpr, 1.0, "")
+    return found
+
+
 def _eqn(eqn: Any) -> float:
     name = eqn.primitive.name
     if name == "dot_general":

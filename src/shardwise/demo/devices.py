@@ -26,3 +26,20 @@ def start(count: int) -> bool:
     jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
     return len(devices) >= count and devices[0].platform == "cpu"
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """`"x=2,y=4"` -> {"x": 2, "y": 4}.
+
+    Raises:
+      ValueError: not names and sizes, or a name twice.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (s.strip() for s in part.partition("="))
+        if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0):
+            raise ValueError(f"--mesh {text!r}: {part!r} is not NAME=SIZE, as in x=2,y=4")
+        if name in axes:
+            raise ValueError(f"--mesh {text!r}: axis {name!r} is given twice")
+        axes[name] = int(size)
+    return axes

@@ -96,13 +96,17 @@ def _bodies(param: Any) -> list[Any]:
 _DIGEST = ("dot_general", "annotation", "reduce_max", "reduce_sum", "exp")
 
 
-def shardings(plan: Any) -> Facts:
-    """A digest of the completed shardings: the parameters, and the forward pass of one layer."""
+def shardings(plan: Any, shown: tuple[str, ...] = ("params", "tokens")) -> Facts:
+    """A digest of the completed shardings: the parameters, and the forward pass of one layer.
+
+    Args:
+      shown: what the names of the arguments that are shown begin with.
+    """
     leaves = zip(plan.names, plan.in_layouts, strict=True)
     arguments = [
         {"name": name, "shape": list(l.shape), "sharding": l.sharding.text(plan.axes)}
         for name, l in leaves
-        if name.startswith(("params", "tokens"))
+        if name.startswith(shown)
     ]
     layer = next((e.bodies[0] for e in plan.body.eqns if e.name == "scan"), plan.body)
     values = [
