@@ -216,6 +216,8 @@ class Departure:
         s = next(reversed(value.variants))
         if s.partial or s in (self.slice, value.first) or value.padded != p.padded(self.out)[1:]:
             return self
+        if not reshard_bytes(value.layout(value.first), s, value.itemsize, p.mesh):
+            return self  # a slice costs nothing to take again, and would have to be gathered
         if any(n % p.mesh.size(a) for n, a in zip(value.padded, s.axes, strict=True)):
             return self
         blocks = [
