@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import statistics
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from benchmarks import measure, programs, table
-from benchmarks.transformer import SIDES, largest_difference, runner
+from benchmarks import programs, table
+from benchmarks.transformer import SIDES, beside
 from shardwise.mesh import device_mesh
 from shardwise.nn import moe, transformer
 from shardwise.nn.gating import GatingConfig
@@ -117,27 +116,4 @@ def compare(model: Model, pins: str, pairs: int) -> list[dict[str, Any]]:
     mesh = device_mesh({AXIS: 8})
     values = arguments(model)
     steps = {side: partitioned(side, model, pins, mesh) for side in SIDES}
-    built = {s: measure.Compiled.of(f.lower(*values).compile()) for s, f in steps.items()}
-    runs = [runner(steps[s], built[s], values, own_call=s == "shardwise") for s in SIDES]
-    error = largest_difference(runs[0](), runs[1]())
-    ours, theirs = measure.paired_times(runs, pairs)
-    plan = steps["shardwise"].plan(*values)
-    a, b = built["shardwise"], built["jit"]
-
-    def row(what: str, ours: Any, theirs: Any, ratio: Any = None) -> dict[str, Any]:
-        ratio = ours / theirs if ratio is None and theirs else ratio
-        return {"pins": pins, "what": what, "shardwise": ours, "jax.jit": theirs, "ratio": ratio}
-
-    return [
-        row("wire MB a step", a.wire.bytes / 1e6, b.wire.bytes / 1e6),
-        row(
-            "step ms",
-            statistics.median(ours) * 1e3,
-            statistics.median(theirs) * 1e3,
-            measure.median_ratio(ours, theirs),
-        ),
-        row("temporary MB", a.temp_bytes / 1e6, b.temp_bytes / 1e6),
-        row("plan.comm_bytes / wire", plan.comm_bytes / 1e6, a.wire.bytes / 1e6),
-        row("largest difference of results", error, 0.0, 0.0),
-        row("values replicated for want of a rule", len(plan.fallbacks), 0, 0.0),
-    ]
+    return beside({"pins": pins}, steps, values, pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -47,19 +48,33 @@ def compare(config: Any, strategy: str, pairs: int, first_calls: int) -> list[di
     mesh = device_mesh(programs.MESH)
     values = programs.arguments(config, programs.BATCH, programs.SEQ)
     steps = {side: programs.partitioned(side, config, strategy, mesh) for side in SIDES}
+    rows = beside({"strategy": strategy}, steps, values, pairs)
+    if first_calls:
+        ours, theirs = first_call_times(config, strategy, first_calls)
+        rows.insert(3, figure({"strategy": strategy}, "first call s", ours, theirs))
+    return rows
+
+
+def figure(
+    label: dict[str, Any], what: str, ours: Any, theirs: Any, ratio: Any = None
+) -> dict[str, Any]:
+    """A row: ours, jax.jit's, and their ratio."""
+    ratio = ours / theirs if ratio is None and theirs else ratio
+    return {**label, "what": what, "shardwise": ours, "jax.jit": theirs, "ratio": ratio}
+
+
+def beside(
+    label: dict[str, Any], steps: dict[str, Any], values: Any, pairs: int
+) -> list[dict[str, Any]]:
+    """The rows of one step partitioned by both sides (`steps`), run on the same values."""
     built = {s: measure.Compiled.of(step.lower(*values).compile()) for s, step in steps.items()}
-    runs = [runner(steps["shardwise"], built["shardwise"], values, own_call=True)]
-    runs.append(runner(steps["jit"], built["jit"], values, own_call=False))
+    runs = [runner(steps[s], built[s], values, own_call=s == "shardwise") for s in SIDES]
     error = largest_difference(runs[0](), runs[1]())
     ours, theirs = measure.paired_times(runs, pairs)
     plan = steps["shardwise"].plan(*values)
-
-    def row(what: str, a: Any, b: Any, ratio: Any = None) -> dict[str, Any]:
-        ratio = a / b if ratio is None and b else ratio
-        return {"strategy": strategy, "what": what, "shardwise": a, "jax.jit": b, "ratio": ratio}
-
+    row = functools.partial(figure, label)
     a, b = built["shardwise"], built["jit"]
-    rows = [
+    return [
         row("wire MB a step", a.wire.bytes / 1e6, b.wire.bytes / 1e6),
         row(
             "step ms",
@@ -73,9 +88,6 @@ def compare(config: Any, strategy: str, pairs: int, first_calls: int) -> list[di
         row("largest difference of results", error, 0.0, 0.0),
         row("values replicated for want of a rule", len(plan.fallbacks), 0, 0.0),
     ]
-    if first_calls:
-        rows.insert(3, row("first call s", *first_call_times(config, strategy, first_calls)))
-    return rows
 
 
 def runner(step: Any, built: measure.Compiled, values: Any, own_call: bool) -> Any:

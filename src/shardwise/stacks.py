@@ -144,11 +144,12 @@ def _as_left(p: Partitioner, value: Value, var: Var, inner: Sharding) -> list[Sh
     return [slices]
 
 
-def _no_larger(p: Partitioner, v: Var, a: Sharding, b: Sharding) -> bool:
+def _no_larger(p: Partitioner, v: Var | Value, a: Sharding, b: Sharding) -> bool:
     """Whether a block in layout `a` takes no more than one in layout `b`."""
+    padded = v.padded if isinstance(v, Value) else p.padded(v)
 
     def size(s: Sharding) -> int:
-        return math.prod(Layout(v.shape, p.padded(v), s).local_shape(p.mesh))
+        return math.prod(Layout(v.shape, padded, s).local_shape(p.mesh))
 
     return size(a) <= size(b)
 
@@ -220,11 +221,9 @@ class Departure:
             return self  # a slice costs nothing to take again, and would have to be gathered
         if any(n % p.mesh.size(a) for n, a in zip(value.padded, s.axes, strict=True)):
             return self
-        blocks = [
-            math.prod(Layout(value.shape, value.padded, x).local_shape(p.mesh))
-            for x in (s, self.slice)
-        ]
-        return self if blocks[0] > blocks[1] else dataclasses.replace(self, slice=s)
+        if not _no_larger(p, value, s, self.slice):
+            return self
+        return dataclasses.replace(self, slice=s)
 
     def result(self, p: Partitioner, block: Any) -> Value:
         return p.value(self.out, block, stacked(self.slice, self.own or self.lead))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,39 +192,39 @@ def _conv_local(ctx: LocalContext, eqn: Eqn, lhs: Any, rhs: Any) -> Any:
     padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
     for j, (_, s) in dims.items():
         padding[j], dilation[j] = (s.window.low, s.window.high), s.window.base
-    spatial = {d.lhs: (padding[j], dilation[j]) for j, d in enumerate(spatial_dims(eqn))}
-    lhs, found = padded(lhs, spatial)
-    for j, d in enumerate(spatial_dims(eqn)):
-        padding[j], dilation[j] = found[d.lhs]
+    lhs, padding, dilation = padded(lhs, p["dimension_numbers"], padding, dilation)
     groups = _groups_here(ctx, eqn)
     counts = {
         name: groups if p[name] > 1 else 1 for name in ("feature_group_count", "batch_group_count")
     }
     return eqn.primitive.bind(
-        lhs, rhs, **{**p, **counts, "padding": tuple(padding), "lhs_dilation": tuple(dilation)}
+        lhs, rhs, **{**p, **counts, "padding": padding, "lhs_dilation": dilation}
     )
 
 
 def padded(
-    lhs: Any, dims: dict[int, tuple[tuple[int, int], int]]
-) -> tuple[Any, dict[int, tuple[tuple[int, int], int]]]:
-    """lhs padded along the dims where a convolution would cut one end and pad the other.
+    lhs: Any, numbers: Any, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
+) -> tuple[Any, tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """lhs padded along the spatial dims where a convolution would cut one end and pad the other.
 
     XLA's CPU compiler of jax 0.10.2 reads memory beyond lhs there, for one device too.
 
     Args:
-      dims: dim of lhs -> (its padding, its base dilation).
+      numbers, padding, dilation: `dimension_numbers`, `padding` and `lhs_dilation` of the convolution.
 
     Returns:
-      The new lhs, and what is left for the convolution to do.
+      The new lhs, and the padding and dilation left for the convolution to do.
     """
-    mixed = {d for d, ((low, high), _) in dims.items() if min(low, high) < 0 < max(low, high)}
-    if not mixed:
-        return lhs, dims
-    plain = ((0, 0), 1)
-    config = [(*dims[d][0], dims[d][1] - 1) if d in mixed else (0, 0, 0) for d in range(lhs.ndim)]
-    lhs = lax.pad(lhs, np.zeros((), lhs.dtype), config)
-    return lhs, {d: plain if d in mixed else given for d, given in dims.items()}
+    mixed = [min(ends) < 0 < max(ends) for ends in padding]
+    if any(mixed):
+        config = [(0, 0, 0)] * lhs.ndim
+        for d, (low, high), base, here in zip(
+            numbers.lhs_spec[2:], padding, dilation, mixed, strict=True
+        ):
+            config[d] = (low, high, base - 1) if here else (0, 0, 0)
+        lhs = lax.pad(lhs, np.zeros((), lhs.dtype), config)
+    ends = tuple((0, 0) if here else e for here, e in zip(mixed, padding, strict=True))
+    return lhs, ends, tuple(1 if here else n for here, n in zip(mixed, dilation, strict=True))
 
 
 def _groups_here(ctx: LocalContext, eqn: Eqn) -> int:

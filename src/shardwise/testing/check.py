@@ -119,10 +119,8 @@ def _convolutions_padded() -> Iterator[None]:
     impl = p.impl
 
     def convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
-        dims = params["dimension_numbers"].lhs_spec[2:]
-        given = zip(params["padding"], params["lhs_dilation"], strict=True)
-        lhs, left = padded(lhs, dict(zip(dims, given, strict=True)))
-        padding, dilation = zip(*(left[d] for d in dims), strict=True) if dims else ((), ())
+        names = "dimension_numbers", "padding", "lhs_dilation"
+        lhs, padding, dilation = padded(lhs, *(params[n] for n in names))
         return impl(lhs, rhs, **{**params, "padding": padding, "lhs_dilation": dilation})
 
     p.impl = convolve

@@ -25,7 +25,7 @@ import shardwise as sw
 from shardwise.nn import encoder_decoder as model
 from shardwise.nn.beam import flat_beam_search
 from shardwise.nn.gating import GatingConfig
-from shardwise.translation import batches, catalogues, vocabulary
+from shardwise.translation import balance, batches, catalogues, vocabulary
 from shardwise.translation.batches import Batch, Batches, BatchOptions
 from shardwise.translation.catalogues import CatalogueOptions, Corpus
 from shardwise.translation.checkpoint import Checkpoints
@@ -74,7 +74,7 @@ class JobOptions:
     strategy: str = "gshard"
     tokens: int = 4096
     lengths: tuple[tuple[int, int], ...] = ((24, 16),)
-    temperature: float = 5.0
+    temperature: float = balance.TEMPERATURE
     languages: tuple[str, ...] | None = None
     source_vocab: int = 8000
     target_vocab: int = 4000

@@ -124,11 +124,13 @@ def per_matrix(inner: Any, leading: Callable[[Any], int]) -> Any:
             return _Pair(*f(u, s, p))
 
         pairs = jax.tree_util.tree_map_with_path(one, params, updates, state)
-        is_pair = lambda x: isinstance(x, _Pair)  # noqa: E731
-        return (
-            jax.tree.map(lambda x: x.update, pairs, is_leaf=is_pair),
-            jax.tree.map(lambda x: x.state, pairs, is_leaf=is_pair),
-        )
+
+        def part(name: str) -> Any:
+            return jax.tree.map(
+                lambda x: getattr(x, name), pairs, is_leaf=lambda x: isinstance(x, _Pair)
+            )
+
+        return part("update"), part("state")
 
     return optax.GradientTransformation(init, update)
 
