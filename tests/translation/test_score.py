@@ -113,3 +113,13 @@ def test_limited_takes_the_same_pairs_in_any_order(corpus: Corpus):
 def test_a_decoder_that_gives_something_else(corpus: Corpus, vocabularies: Vocabularies):
     with pytest.raises(ValueError, match=r"decode gave an array of shape \(3,\) for \d+ sources"):
         evaluate.evaluate(corpus, lambda batch: np.zeros(3), vocabularies, OPTIONS, limit=3)
+
+
+def test_nats_of_a_language_are_over_all_its_tokens():
+    found = report(
+        ["a", "a", "b"], ["x"] * 3, ["x"] * 3, {"a": 1, "b": 1}, {"a": "low", "b": "low"}, 1,
+        nats=[(6.0, 2.0), (2.0, 6.0), (3.0, 1.0)],
+    )  # fmt: skip
+    assert (found.languages["a"].nats, found.languages["b"].nats) == (1.0, 3.0)
+    assert found.levels["low"].nats == 2.0
+    assert report(["a"], ["x"], ["x"], {"a": 1}, {"a": "low"}, 1).levels["all"].nats is None

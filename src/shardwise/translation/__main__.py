@@ -90,7 +90,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     decode = job.decoder(mesh, params, args.beams, args.alpha)
     report = evaluate(
         job.corpus, decode, job.vocabularies, job.options.batch_options(job.multiple),
-        part=args.part, limit=args.limit,
+        part=args.part, limit=args.limit, likelihood=job.likelihood(mesh, params),
     )  # fmt: skip
     out = pathlib.Path(args.directory).expanduser() / f"{args.part}-{step}.json"
     report.save(out)

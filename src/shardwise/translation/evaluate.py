@@ -25,6 +25,9 @@ from shardwise.translation.vocabulary import Vocabularies
 Decode = Callable[[Batch], Any]
 """A batch without targets -> tokens [B, T], or hypotheses [B, K, T] with the best first."""
 
+Likelihood = Callable[[Batch], tuple[Any, Any]]
+"""A batch with targets -> (nats [B], tokens [B]) of its targets."""
+
 
 def evaluate(
     corpus: Corpus,
@@ -35,6 +38,7 @@ def evaluate(
     limit: int | None = None,
     fewest: int = 10,
     progress: Callable[[int, int], None] | None = None,
+    likelihood: Likelihood | None = None,
 ) -> score.Report:
     """Scores of the translations of a held-out part.
 
@@ -43,9 +47,13 @@ def evaluate(
       limit: at most so many pairs of each language (`limited`).
       fewest: test pairs that a language needs to count in the means.
       progress: called with (pairs done, pairs in all) after each batch.
+      likelihood: of references, for `Score.nats`; of the same pairs.
     """
     pairs = limited(getattr(corpus, part), limit)
     translations = translate(pairs, corpus.languages, decode, vocabularies, options, progress)
+    nats = None
+    if likelihood:
+        nats = likelihoods(pairs, corpus.languages, likelihood, vocabularies, options)
     return score.report(
         [p.language for p in pairs],
         translations,
@@ -53,7 +61,23 @@ def evaluate(
         corpus.sizes,
         corpus.levels(),
         fewest,
+        nats,
     )
+
+
+def likelihoods(
+    pairs: Sequence[Pair],
+    languages: Sequence[str],
+    likelihood: Likelihood,
+    vocabularies: Vocabularies,
+    options: BatchOptions | None = None,
+) -> np.ndarray:
+    """(nats, tokens) of each pair's target given its source: float [pairs, 2]."""
+    out = np.zeros((len(pairs), 2))
+    for numbers, batch in in_order(pairs, languages, vocabularies, options):
+        real = numbers >= 0
+        out[numbers[real]] = np.stack([np.asarray(a) for a in likelihood(batch)], axis=1)[real]
+    return out
 
 
 def translate(

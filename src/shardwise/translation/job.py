@@ -29,6 +29,7 @@ from shardwise.translation import balance, batches, catalogues, vocabulary
 from shardwise.translation.batches import Batch, Batches, BatchOptions
 from shardwise.translation.catalogues import CatalogueOptions, Corpus
 from shardwise.translation.checkpoint import Checkpoints
+from shardwise.translation.evaluate import Likelihood
 from shardwise.translation.optimizer import OptimizerOptions
 from shardwise.translation.step import StepOptions
 from shardwise.translation.train import Training, TrainOptions
@@ -217,14 +218,30 @@ class Job:
         f = sw.spmd(translate, mesh=mesh, out_shardings=P())
 
         def decode(batch: Batch) -> np.ndarray:
-            rows = NamedSharding(mesh, P(axes[0]))
             source = np.asarray(batch["source"])
             short = -len(source) % mesh.shape[axes[0]]
             full = np.concatenate([source, np.repeat(source[-1:], short, axis=0)])
-            placed = jax.make_array_from_callback(full.shape, rows, lambda i: full[i])
-            return np.asarray(f(params, placed))[: len(source)]
+            return np.asarray(f(params, _placed(mesh, full)))[: len(source)]
 
         return decode
+
+    def likelihood(self, mesh: Mesh, params: Any) -> Likelihood:
+        """Batches {"source": [B, S], "target": [B, T]} -> (nats [B], tokens [B]) of their targets.
+
+        With the evaluation's capacity and no noise, without label smoothing.
+        """
+        axes = tuple(mesh.axis_names)
+
+        def of_rows(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+            _, metrics = model.loss(
+                self.config, params, batch, train=False, annotate=sw.annotate, axes=axes,
+                strategy=self.options.strategy,
+            )  # fmt: skip
+            return metrics["sequence_nats"], metrics["sequence_tokens"]
+
+        f = sw.spmd(of_rows, mesh=mesh, out_shardings=P())
+        names = ("source", "target")
+        return lambda batch: f(params, {name: _placed(mesh, batch[name]) for name in names})
 
     def translations(
         self, mesh: Mesh, params: Any, sentences: Sequence[str], beams: int = 4
@@ -235,6 +252,12 @@ class Job:
         source = batches.padded([t[:length] for t in tokens], length)
         found = self.decoder(mesh, params, beams)({"source": source})
         return [self.vocabularies.target.decode(row[0].tolist()) for row in found]
+
+
+def _placed(mesh: Mesh, rows: np.ndarray) -> jax.Array:
+    """An array whose rows are split over the mesh's first axis."""
+    where = NamedSharding(mesh, P(mesh.axis_names[0]))
+    return jax.make_array_from_callback(rows.shape, where, lambda i: rows[i])
 
 
 def search(

@@ -19,6 +19,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardwise.translation.catalogues import LEVELS
 
 
@@ -30,12 +32,15 @@ class Score:
       bleu, chrf: 0 to 100.
       exact: share of translations equal to their reference, 0 to 100.
       pairs: how many.
+      nats: of a token of the references under the model, EOS included; None if it was not asked.
+        It tells models apart long before their translations do.
     """
 
     bleu: float
     chrf: float
     exact: float
     pairs: int
+    nats: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Report:
             from rich.table import Table
         except ImportError:
             raise ImportError("tables need rich: pip install 'shardwise[translation]'") from None
-        columns = ["BLEU", "chrF", "exact %", "pairs"]
+        columns = ["BLEU", "chrF", "exact %", "nats a token", "pairs"]
         if not languages:
             table = Table("level", "languages", *columns)
             for name, score in self.levels.items():
@@ -129,6 +134,7 @@ def report(
     training: Mapping[str, int],
     level_of: Mapping[str, str],
     fewest: int = 10,
+    nats: Any = None,
 ) -> Report:
     """Scores by language and level.
 
@@ -136,6 +142,7 @@ def report(
       languages, translations, references: of each pair.
       training: language -> training pairs, and `level_of` its level (`Corpus.sizes`, `.levels()`).
       fewest: test pairs that a language needs to count in the means.
+      nats: (nats, tokens) of each reference, [pairs, 2], or None.
     """
     groups: dict[str, tuple[list[str], list[str]]] = {}
     for language, translation, reference in zip(languages, translations, references, strict=True):
@@ -143,6 +150,11 @@ def report(
         of[0].append(translation)
         of[1].append(reference)
     scores = {language: score(*groups[language]) for language in sorted(groups)}
+    if nats is not None:
+        names, each = np.asarray(languages), np.asarray(nats, float)
+        for language, one in scores.items():
+            total, tokens = each[names == language].sum(axis=0)
+            scores[language] = dataclasses.replace(one, nats=total / max(tokens, 1))
     means = {}
     for level in (*sorted(set(level_of.values()), key=_rank), "all"):
         chosen = _counted(scores, level_of, level, fewest)
@@ -152,6 +164,7 @@ def report(
                 chrf=_mean(s.chrf for s in chosen),
                 exact=_mean(s.exact for s in chosen),
                 pairs=sum(s.pairs for s in chosen),
+                nats=None if nats is None else _mean(s.nats or 0.0 for s in chosen),
             )
     bleu, chrf = _metrics()
     return Report(
@@ -186,7 +199,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _cells(s: Score) -> list[str]:
-    return [f"{s.bleu:.1f}", f"{s.chrf:.1f}", f"{s.exact:.1f}", f"{s.pairs:,}"]
+    nats = "" if s.nats is None else f"{s.nats:.3f}"
+    return [f"{s.bleu:.1f}", f"{s.chrf:.1f}", f"{s.exact:.1f}", nats, f"{s.pairs:,}"]
 
 
 @functools.cache
