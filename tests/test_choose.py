@@ -78,3 +78,34 @@ def test_a_sum_that_another_reads_finished_is_finished_once():
         return 0.5 * g, g * g
 
     assert [c.kind for c in plan(f, (64, 64), (4096, 64)).collectives].count("all-reduce") == 1
+
+
+@pytest.mark.parametrize("draw", [jax.random.normal, jax.random.bernoulli])
+def test_random_values_are_not_drawn_whole_to_save_a_few_bytes(draw):
+    """They can be made anywhere and nothing is sent, but not for nothing: each device draws its rows."""
+
+    def f(x, key):
+        return x @ draw(key, shape=(64, 64)).astype(jnp.float32)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    spmd = sw.spmd(
+        f, mesh=abstract_mesh({"d": 8}), in_shardings=(P(None, "d"), P()), out_shardings=P()
+    )
+    p = spmd.plan(jax.ShapeDtypeStruct((16, 64), jnp.float32), key)
+    drawn = [e.outvars[0].aval.shape for e in p.jaxpr.eqns if e.primitive.name == "threefry2x32"]
+    assert drawn and set(drawn) == {(8, 64)}
+    assert [(c.kind, c.bytes) for c in p.collectives] == [("all-reduce", 2 * 16 * 64 * 4 * 7 / 8)]
+
+
+def test_the_result_a_user_fixed_is_priced_as_asked_for():
+    """A replicated result is asked for whole: its sum costs an all-reduce, not the scatter of a value
+    nobody has a wish for, so gathering the small operand is cheaper."""
+
+    def f(x, w):
+        return x @ w
+
+    spmd = sw.spmd(
+        f, mesh=abstract_mesh({"d": 4}), in_shardings=(P(None, "d"), P()), out_shardings=P()
+    )
+    p = spmd.plan(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 64), (64, 64))))
+    assert [(c.kind, c.bytes) for c in p.collectives] == [("all-gather", 16 * 64 * 4 * 3 / 4)]

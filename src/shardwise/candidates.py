@@ -22,12 +22,13 @@ class Operand(NamedTuple):
 
     Attributes:
       variants: the shardings its value is at hand in.
-      free: it can be made in any sharding at no cost (literals, iota, broadcast scalars).
+      free: it can be made in any sharding, and nothing is sent (literals, iota, broadcast scalars).
       zero: it is known to be zero, so it can count as a term of any pending sum.
       uses: how many equations read it; `dots`: how many dots do.
       times: a value from outside a loop is brought to a layout once for so many iterations, where the
         block takes at most `room` bytes.
       same: the place of an earlier operand that is this very value (x * x): brought once for both.
+      effort: flops an element of a free value takes to make.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class Operand(NamedTuple):
     times: int = 1
     room: float = 0
     same: int | None = None
+    effort: float = 0.0
 
 
 class Result(NamedTuple):

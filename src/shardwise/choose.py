@@ -280,13 +280,14 @@ def _work(
     mesh: MeshAxes,
     dot: bool,
 ) -> float:
+    made = sum(math.prod(l.local_shape(mesh)) * o.effort for o, l in zip(operands, ins, strict=True))
     if dot:
         flops = 2.0
         for f, size in enumerate(rule.sizes):
             flops *= -(-size // mesh.size(assignment.get(f, ())))
-        return flops / FLOPS_PER_BYTE
+        return (flops + made) / FLOPS_PER_BYTE
     touched = sum(
         math.prod(l.local_shape(mesh)) * v.itemsize
         for l, v in zip((*ins, *outs), (*operands, *results), strict=True)
     )
-    return touched / MEMORY_PER_BYTE
+    return touched / MEMORY_PER_BYTE + made / FLOPS_PER_BYTE

@@ -40,7 +40,7 @@ from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.reshard import emit_reshard, reshard_bytes
 from shardwise.sharding import Sharding
 from shardwise.share import work
-from shardwise.value import Value, reachable
+from shardwise.value import EFFORT, Value, reachable
 from shardwise.windows import Limits, windowed_choice
 
 ANNOTATIONS = ("annotation", "sharding_constraint")
@@ -316,7 +316,8 @@ class Partitioner:
         zero = (
             eqn.name in ("broadcast_in_dim", "convert_element_type", "neg", "copy") and ins[0].zero
         )
-        return Value(var, self.padded(var), make=make, zero=zero)
+        effort = EFFORT.get(eqn.name, 0.0) + max((v.effort for v in ins), default=0.0)
+        return Value(var, self.padded(var), make=make, zero=zero, effort=effort)
 
     def choice(self, eqn: Eqn, rules: Any, ins: list[Value]) -> tuple[Choice, Choice | None]:
         """The layouts for an equation; equal situations (the next layer) are looked up."""
@@ -328,6 +329,7 @@ class Partitioner:
                 v.times,
                 self.limits.room if v.times > 1 else 0,
                 next((j for j, w in enumerate(ins[:i]) if w is v), None),
+                v.effort,
             )
             for i, (v, var) in enumerate(zip(ins, eqn.invars, strict=True))
         )  # fmt: skip
@@ -337,7 +339,7 @@ class Partitioner:
                 padded=self.padded(v),
                 itemsize=v.itemsize,
                 wanted=self.asked(v),
-                open=v not in self.completion.axes,
+                open=v not in self.completion.axes and v not in self.sole_reader,
                 terms=self.terms.get(v, 1),
             )
             for v in eqn.outvars

@@ -10,6 +10,9 @@ from typing import Any
 from shardwise.program import Var
 from shardwise.sharding import Layout, Sharding
 
+EFFORT = {"threefry2x32": 100.0, "erf_inv": 20.0}
+"""Flops of an element of created values that are not made for nothing (random bits, normal numbers)."""
+
 
 class Value:
     """A value of the program on this device.
@@ -20,6 +23,7 @@ class Value:
         the same layout later finds it here.
       make: for a *created* value (literals, iota, broadcast scalars, masks made of them): the block
         in any sharding, at no communication.  Such a value takes the sharding of what uses it.
+      effort: flops an element of a created value takes to make, where that is many (random bits).
       zero: it is zero everywhere, so it can be a term of any pending sum.
       behind: the blocks an annotated value had before it was brought to the annotated sharding.  No
         layout is chosen for them; who only cuts such a block out of the annotated one finds it here.
@@ -31,7 +35,7 @@ class Value:
     """
 
     __slots__ = (
-        "asked", "behind", "itemsize", "make", "name", "padded", "received", "shape", "times", "variants",
+        "asked", "behind", "effort", "itemsize", "make", "name", "padded", "received", "shape", "times", "variants",
         "zero",
     )  # fmt: skip
 
@@ -42,12 +46,14 @@ class Value:
         variants: dict[Sharding, Any] | None = None,
         make: Callable[[Sharding], Any] | None = None,
         zero: bool = False,
+        effort: float = 0.0,
     ):
         self.shape, self.padded, self.itemsize = var.shape, padded, var.itemsize
         self.name = var.label
         self.variants: dict[Sharding, Any] = variants or {}
         self.make = make
         self.zero = zero
+        self.effort = effort
         self.behind: dict[Sharding, Any] = {}
         self.received: defaultdict[Sharding, dict[Any, Any]] = defaultdict(dict)
         self.times = 1
