@@ -165,26 +165,19 @@ def _options(atom: str, sources: Sequence[Assignment]) -> list[int]:
 
 def _groups(sources: Sequence[Assignment], mesh: MeshAxes) -> list[tuple[str, ...]]:
     """Atoms of one axis that every source treats alike move together: fewer combinations."""
-    out: list[list[str]] = []
-    last = None
-    for a in mesh.atoms:
-        options = tuple(tuple(f for f, atoms in s.items() if a in atoms) for s in sources)
-        if not any(options):
-            last = None
-            continue
-        key = (mesh.axis_of[a], options)
-        if key == last:
-            out[-1].append(a)
-        else:
-            out.append([a])
-        last = key
-    return [tuple(g) for g in out]
+    places: dict[str, list[tuple[int, int]]] = {}
+    for i, source in enumerate(sources):
+        for f, atoms in source.items():
+            for a in atoms:
+                places.setdefault(a, []).append((i, f))
+    runs = itertools.groupby(mesh.atoms, lambda a: (mesh.axis_of[a], places.get(a)))
+    return [tuple(atoms) for (_, placed), atoms in runs if placed]
 
 
 def _ordered(f: int, atoms: tuple[str, ...], sources: Sequence[Assignment]) -> tuple[str, ...]:
     """Atoms of a factor in the order of the first source that has them there."""
-    order = [a for s in sources for a in s.get(f, ())]
-    return tuple(sorted(atoms, key=lambda a: order.index(a) if a in order else len(order)))
+    order = dict.fromkeys(a for s in sources for a in s.get(f, ()))
+    return (*(a for a in order if a in atoms), *(a for a in atoms if a not in order))
 
 
 def fits(
