@@ -35,8 +35,8 @@ class Value:
     """
 
     __slots__ = (
-        "asked", "behind", "effort", "itemsize", "make", "name", "padded", "received", "shape", "times", "variants",
-        "zero",
+        "asked", "behind", "effort", "itemsize", "make", "name", "padded", "received", "shape", "times",
+        "variants", "zero",
     )  # fmt: skip
 
     def __init__(

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.demo import devices
 
-COORDINATOR, PROCESSES, PROCESS = (
-    f"SHARDWISE_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS")
+COORDINATOR, PROCESSES, PROCESS, HEARTBEAT = (
+    f"SHARDWISE_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS", "HEARTBEAT_SECONDS")
 )
-"""Environment variables of a process: the coordinator's host:port, how many there are, its number."""
+"""Environment variables of a process: the coordinator's host:port, how many there are, its number, and
+how long a process may be silent (`HEARTBEAT_SECONDS` if not set)."""
 
 HEARTBEAT_SECONDS = 30
 _STOP_SECONDS = 5
@@ -48,7 +49,7 @@ def joined() -> bool:
         os.environ[COORDINATOR],
         int(os.environ[PROCESSES]),
         int(os.environ[PROCESS]),
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        heartbeat_timeout_seconds=int(os.environ.get(HEARTBEAT, HEARTBEAT_SECONDS)),
     )
     return True
 
