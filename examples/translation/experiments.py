@@ -31,7 +31,7 @@ BASE = JobOptions(
     lengths=((8, 6), (12, 8), (16, 12), (24, 16)), checkpoint_every=300, keep=1,
 )  # fmt: skip
 SEEDS, EXPERTS = (0, 1), (0, 4, 8, 16)
-ABLATION_STEPS = 400
+ABLATION_STEPS = 300
 COMPARED = 100
 """Steps that the ablation's numbers are means over: the last ones of ABLATION_STEPS."""
 
@@ -45,7 +45,7 @@ TIGHT = 0.6
 is about the even load of the tokens there are, as the paper's 1.0 is."""
 
 _OFF: dict[str, tuple[str, dict[str, Any]]] = {
-    "all": ("all four", {"steps": BASE.steps}),
+    "all": ("all four", {"steps": 400}),
     "no-aux": ("no auxiliary loss", {"aux_loss": False}),
     "no-random": ("no random routing", {"random_routing": False}),
     "no-groups": ("no local groups", {"local_groups": False}),
