@@ -70,9 +70,12 @@ def test_a_program_that_cannot_run_is_a_row_not_a_crash():
     assert result == {"status": status, "wire": None, "seconds": None}
 
 
-@pytest.mark.parametrize(
-    "name", ["transformer", "moe", "cases", "micro", "compile", "tpu", "placement"]
+COMMANDS = (
+    "transformer moe moe-scale moe-tpu pipeline unet cases micro compile tpu placement case-studies"
 )
+
+
+@pytest.mark.parametrize("name", COMMANDS.split())
 def test_every_command_is_there(name, capsys):
     with pytest.raises(SystemExit) as done:
         commands.main([name, "--help"])

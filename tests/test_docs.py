@@ -16,7 +16,7 @@ def blocks(text):
     return [(m.group(1), m.group(2) or "") for m in re.finditer(pattern, text, re.S)]
 
 
-@pytest.mark.parametrize("page", ["tour.md", "manual.md", "moe.md"])
+@pytest.mark.parametrize("page", ["tour.md", "manual.md", "moe.md", "pipelining.md"])
 def test_the_page_prints_what_it_says(page):
     scope = {}
     for code, want in blocks((DOCS / page).read_text()):

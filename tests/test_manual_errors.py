@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -131,6 +132,67 @@ back with manual_to_auto first""",
   facts P('x',) on the mesh x=2 y=4
   hint  the block must have the shape of one device's part, as auto_to_manual gives it""",
     ),
+    "claimed whole": (
+        lambda x: sw.manual_to_auto(sw.auto_to_manual(x, P("x")) * 2, P()),
+        """manual_to_auto: the value may differ between devices along x
+  facts v4 [4, 16]; P() says that they hold the same value
+  hint  name 'x' in the spec, or reduce the value over it (lax.psum(x, 'x')); check=False if you know \
+that it does not differ""",
+    ),
+    "index claimed whole": (
+        lambda x: sw.manual_to_auto(sw.auto_to_manual(x, P("x")) * lax.axis_index("y"), P("x")),
+        """manual_to_auto: the value may differ between devices along y
+  facts v5 [4, 16]; P('x',) says that they hold the same value
+  hint  name 'y' in the spec, or reduce the value over it (lax.psum(x, 'y')); check=False if you know \
+that it does not differ""",
+    ),
+    "collective of an automatic axis": (
+        through(lambda a: lax.psum(a, "y"), P("x"), P("x"), axes="x"),
+        """manual(<lambda>): a collective over axis 'y', which is not under manual control
+  facts axes=('x',)
+  hint  add 'y' to axes: what is not in it is the partitioner's""",
+    ),
+    "argument over an automatic axis": (
+        through(identity, P("y"), P(), axes="x"),
+        """manual(identity): argument [0]: P('y',) names axis 'y', which is not under manual control
+  facts axes=('x',)
+  hint  add 'y' to axes, or leave it out of the spec: it stays the partitioner's""",
+    ),
+    "result over an automatic axis": (
+        through(pair, P("x"), (P("x"), P("x", "y")), axes="x"),
+        """manual(pair): result [1]: P('x', 'y') names axis 'y', which is not under manual control
+  facts axes=('x',)
+  hint  add 'y' to axes, or leave it out of the spec: it stays the partitioner's""",
+    ),
+    "unknown axis of a function": (
+        through(identity, P("z"), P()),
+        """manual(identity): unknown mesh axis 'z'
+  facts the mesh has x=2 y=4
+  hint  use one of the mesh's axis names, or build the mesh with that axis""",
+    ),
+    "result of fewer dims": (
+        through(jnp.sum, P("x"), P("x")),
+        "manual(sum): result: P('x',) has more entries than the value's 0 dims",
+    ),
+    "blocks of other axes": (
+        lambda x: sw.auto_to_manual(x, P("x"), axes="x") + sw.auto_to_manual(x, P("x")),
+        """add mixes values under manual control over y with v2, which is not
+  facts v2 [4, 16]: manual over x, v3 [4, 16]: manual over (x, y)
+  hint  bring it in with auto_to_manual (P() where every device needs all of it), or give the others \
+back with manual_to_auto first""",
+    ),
+    "entered inside": (
+        through(lambda a: sw.auto_to_manual(a, P("x")), P("x"), P("x"), axes="x"),
+        """auto_to_manual: axis 'x' is under manual control already
+  facts the enclosing manual function has x
+  hint  leave it out of axes: inside, its collectives work as they are""",
+    ),
+    "left inside": (
+        through(lambda a: sw.manual_to_auto(a, P("x"), axes="x"), P("x"), P("x"), axes="x"),
+        """manual_to_auto over x: the value is not under manual control there
+  facts v3 [4, 16]
+  hint  name the axes auto_to_manual was given""",
+    ),
     "unknown axis": (
         lambda x: sw.auto_to_manual(x, P("z")),
         """auto_to_manual: unknown mesh axis 'z'
@@ -221,6 +283,32 @@ def test_errors(what: str):
     assert error.value.where.startswith("test_manual_errors.py:")
     lines = [l for l in str(error.value).splitlines() if not l.startswith("  at    ")]
     assert "\n".join(lines) == message
+
+
+def leaving(*, inside: Any = identity, check: bool = True) -> Callable[..., Any]:
+    """Blocks over x, what becomes of them, and that claimed to be the same along x."""
+    return lambda x: sw.manual_to_auto(inside(sw.auto_to_manual(x, P("x"))), P(), check=check)
+
+
+def summed_in_a_loop(block: Any) -> Any:
+    return lax.fori_loop(0, 2, lambda _, b: lax.psum(b, "x"), block)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        leaving(inside=lambda b: lax.psum(b, ("x", "y"))),
+        leaving(inside=lambda b: lax.all_gather(b, "x")),
+        leaving(inside=summed_in_a_loop),
+        leaving(check=False),
+    ],
+    ids=["sum", "gather", "in a loop", "unchecked"],
+)
+def test_the_same_on_all_devices(fn: Any):
+    """No error, nor in the gradient's program, where the same crossing is transposed."""
+    plan = sw.spmd(fn, mesh=XY).plan(np.ones((8, 16), np.float32))
+    assert not plan.fallbacks
+    sw.spmd(jax.grad(lambda x: fn(x).sum()), mesh=XY).plan(np.ones((8, 16), np.float32))
 
 
 def test_outside_on_several_devices():

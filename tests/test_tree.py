@@ -19,16 +19,17 @@ ORDER = """
     device_tensor convert annotate manual blocks batched resolve # what users say
     messages rounds halo regroup factors program ops             # what primitives do
     spelling swap known merge pairing ranking associative share order copies
-    invariants capture                                           # a function becomes a program
-    edges regions complete                                       # every value gets a sharding
+    invariants outward capture                                           # a function becomes a program
+    edges varying regions complete                                    # every value gets a sharding
     tpu reshard_model reshard_moves reshard_search reshard_rounds
     reshard_emit reshard                                         # from one sharding to another
-    candidates choose value windows cost accumulate
+    candidates choose value windows cost accumulate notes
     partition repeats hoist stacks scans whiles control border
     crossing callbacks fft_passes                                # the program of one device
     explain plan                                                 # all that was decided
     arguments options transform api                              # spmd
-    hlo nn demo translation testing cli                                      # around it
+    pipeline                                                     # stages of layers
+    hlo nn models demo translation testing cli                   # around it
 """
 NAMES = [name for line in ORDER.splitlines() for name in line.split("#")[0].split()]
 POSITION = {name: i for i, name in enumerate(NAMES)}
@@ -116,6 +117,7 @@ def test_the_core_depends_on_jax_and_numpy_only():
     allowed = {"jax", "numpy", "shardwise"}
     extras = {
         "demo": {"optax", "rich"},
+        "models": {"optax"},
         "testing": {"hypothesis"},
         "translation": {"optax", "orbax", "rich", "sacrebleu", "sentencepiece"},
     }

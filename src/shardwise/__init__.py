@@ -9,8 +9,9 @@ from shardwise.cost.comm import Collective
 from shardwise.errors import ShardingError
 from shardwise.manual import manual
 from shardwise.mesh import MeshAxes, abstract_mesh, device_mesh
+from shardwise.notes import Fallback
 from shardwise.padded import PaddedArray
-from shardwise.partition import Fallback
+from shardwise.pipeline import pipeline
 from shardwise.plan import Plan
 from shardwise.sharding import Layout, Sharding
 
@@ -32,6 +33,7 @@ __all__ = [
     "manual",
     "manual_to_auto",
     "mesh_split",
+    "pipeline",
     "replicate",
     "shard",
     "split",

@@ -81,6 +81,20 @@ def current_source(otherwise: str = "<unknown>") -> str:
     return otherwise if source == "<unknown>" else source
 
 
+def calling() -> Any:
+    """Where the user's code is calling from now, for `called_from`."""
+    return source_info_util.current().traceback
+
+
+def called_from(traceback: Any) -> Any:
+    """A context in which new equations come from a call made earlier.
+
+    The body of a loop is traced below frames of JAX's: what the package itself puts there has no frame
+    of the user's else.
+    """
+    return source_info_util.user_context(traceback)
+
+
 def under_source(info: Any, scope: str) -> Any:
     """A context in which new equations carry the user's source line and `scope` in their name."""
     stack = info.name_stack if info is not None else source_info_util.new_name_stack()

@@ -4,6 +4,9 @@ Gradient accumulation adds a partial gradient to a carry in every iteration.  Fi
 one reduction an iteration; adding the terms on each device and reducing once after the loop gives the
 same sum.  A carry qualifies when the body only adds to it.  The price is memory: the accumulator is not
 split over the pending axes, so large accumulators that would be split stay inside (`Limits.room`).
+
+A term that is the stack of an inner loop's results, the gradients of a stage's layers, is never made: the
+inner loop adds each slice to the accumulator as it comes (`Value.onto`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardwise.edges import addend
+from shardwise.invariants import CHECKPOINTS
 from shardwise.ops.registry import rules_of
+from shardwise.outward import ANNOTATIONS, addend
 from shardwise.program import Body, Lit, Var
 from shardwise.sharding import Layout, Sharding
 from shardwise.value import Value
@@ -37,6 +41,28 @@ def sums(
     return out
 
 
+def stacks(
+    body: Body, carries: Sequence[Var], found: Mapping[int, Var]
+) -> dict[Var, tuple[Var, int]]:
+    """Stacks of an inner loop's results -> the carry that the stack is added to, and the dim of the carry
+    that is the stack's first (vmap puts its own before it)."""
+    producer = {o: e for e in body.eqns for o in e.outvars}
+    out = {}
+    for i, term in found.items():
+        eqn, dim = producer.get(term), 0
+        if eqn is not None and eqn.name == "transpose" and _read(body, eqn.invars[0]) == 1:
+            order = eqn.params["permutation"]
+            if [d for d in order if d] != sorted(d for d in order if d):
+                continue
+            term, dim = eqn.invars[0], order.index(0)
+            eqn = producer.get(term)
+        if eqn is None or eqn.name != "scan":
+            continue
+        if eqn.outvars.index(term) >= eqn.params["num_carry"]:
+            out[term] = carries[i], dim
+    return out
+
+
 def announce(p: Partitioner, body: Body, found: Mapping[int, Var], steps: int) -> None:
     """Say that terms are added up `steps` times before the sum is finished, so that finishing is cheap."""
     for term in found.values():
@@ -45,48 +71,63 @@ def announce(p: Partitioner, body: Body, found: Mapping[int, Var], steps: int) -
 
 def settled(
     p: Partitioner, body: Body, carries: Sequence[Var], plain: Sequence[Sharding],
-    found: Mapping[int, Var], seen: Mapping[Var, Value | None],
+    found: Mapping[int, Var], seen: Mapping[Var, Value | None], room: float,
 ) -> list[Sharding]:  # fmt: skip
-    """The sharding of each carry: the completed one, or a pending sum as a trial's terms came out."""
+    """The sharding of each carry: the completed one, or a pending sum as a trial's terms came out.
+
+    Args:
+      room: bytes that pending sums may take beyond what the carries would.
+    """
     out = list(plain)
     for i, term in found.items():
-        value = seen.get(term)
-        s = None if value is None or value.free else value.first
-        if (
-            s is not None
-            and s.partial
-            and s.op == "sum"
-            and _affordable(p, carries[i], plain[i], s)
-        ):
+        s = _pending(seen.get(term))
+        more = 0 if s is None else _size(p, carries[i], s) - _size(p, carries[i], plain[i])
+        if s is not None and more <= room:
             out[i] = s
+            room -= max(0, more)
         else:
             for v in summands(body, term):
                 p.terms.pop(v, None)
     return out
 
 
+def _pending(value: Value | None) -> Sharding | None:
+    """The sharding of a value that came out as a pending sum."""
+    if value is None or value.free or not value.first.partial or value.first.op != "sum":
+        return None
+    return value.first
+
+
 def summands(body: Body, v: Var) -> list[Var]:
-    """A value and those it is a linear function of, each read by the next only (through checkpoints)."""
+    """A value and those it is a linear function of, each read by the next only.
+
+    Through annotations, through checkpoints, and into the loop whose slices the value is a stack of.
+    """
     out = [v]
     producer = {o: e for e in body.eqns for o in e.outvars}
     eqn = producer.get(v)
     if eqn is None:
         return out
-    if eqn.name in ("checkpoint", "remat", "remat2"):
-        inner = eqn.bodies[0].outvars[eqn.outvars.index(v)]
-        return out + ([] if isinstance(inner, Lit) else summands(eqn.bodies[0], inner))
-    reads = [x for e in body.eqns for x in dict.fromkeys(e.invars)] + body.outvars
+    if eqn.name in (*CHECKPOINTS, "scan"):
+        i = eqn.outvars.index(v)
+        if eqn.name == "scan" and i < eqn.params["num_carry"]:
+            return out
+        inner = eqn.bodies[0].outvars[i]
+        alone = not isinstance(inner, Lit) and _read(eqn.bodies[0], inner) == 1
+        return out + (summands(eqn.bodies[0], inner) if alone else [])
     linear = {i for r in rules_of(eqn)[:1] for group in r.linear for i in group}
+    if eqn.name in ANNOTATIONS:
+        linear = {0}
     for i, x in enumerate(eqn.invars):
-        if i in linear and not isinstance(x, Lit) and reads.count(x) == 1 and x in producer:
+        if i in linear and not isinstance(x, Lit) and _read(body, x) == 1 and x in producer:
             out += summands(body, x)
     return out
 
 
-def _affordable(p: Partitioner, v: Var, plain: Sharding, pending: Sharding) -> bool:
-    """Whether carrying terms costs no more memory than the split carry, or little."""
+def _read(body: Body, v: Var) -> int:
+    """How many equations of a body, and results, read a value."""
+    return sum(v in e.invars for e in body.eqns) + body.outvars.count(v)
 
-    def size(s: Sharding) -> int:
-        return math.prod(Layout(v.shape, p.padded(v), s).local_shape(p.mesh)) * v.itemsize
 
-    return size(pending) <= max(size(plain), p.limits.room)
+def _size(p: Partitioner, v: Var, s: Sharding) -> int:
+    return math.prod(Layout(v.shape, p.padded(v), s).local_shape(p.mesh)) * v.itemsize

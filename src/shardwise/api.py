@@ -53,6 +53,7 @@ def spmd(
     static_argnums: int | Sequence[int] = (),
     windowed_einsum: float | None = None,
     memory_limit: float | None = None,
+    loop_memory: float | None = None,
 ) -> Spmd:
     """Partition a one-device program for a mesh.
 
@@ -72,6 +73,9 @@ def spmd(
         at a time, while others are multiplied.  None: only where `memory_limit` asks for it.
       memory_limit: bytes of memory one device has.  A dot is windowed where such a value would take
         more than an eighth of it.  None: no limit is known.
+      loop_memory: bytes of one device that a loop may hold beyond what it holds anyway, so that what does
+        not depend on the iteration is sent once: gathered weights, sums of gradients not yet reduced.
+        None: an eighth of `memory_limit`, or 64 MiB.
 
     Returns:
       A function to call like `fn`, with `.plan` and `.lower`.  It can be called inside jit, grad,
@@ -95,6 +99,7 @@ def spmd(
     limits = Limits(
         _bytes("windowed_einsum", windowed_einsum, where),
         _bytes("memory_limit", memory_limit, where),
+        _bytes("loop_memory", loop_memory, where),
     )
     return Spmd(fn, _automatic(mesh), in_shardings, out_shardings, parameters, where, limits)
 

@@ -7,9 +7,9 @@
 Both are primitives of their own; `regions` finds what lies between them.  Outside `sw.spmd` they are
 identities, and axes have no names: use `manual` around collectives that must also run on one device.
 
-Nothing is known of how blocks vary: as in a shard_map without the check, `manual_to_auto` takes an axis
-that no dim names to mean that all devices hold the same, and gradients follow from that: the cotangent of
-what enters whole is summed; of what leaves whole, divided.
+`manual_to_auto` takes an axis that no dim names to mean that all devices hold the same, and gradients
+follow from that: the cotangent of what enters whole is summed; of what leaves whole, divided.  A value
+that is seen to vary along such an axis (`varying`) is an error.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def manual_to_auto(
     spec: PartitionSpec,
     axes: str | Iterable[str] | None = None,
     shape: Sequence[int] | None = None,
+    check: bool = True,
 ) -> Any:
     """The devices' blocks as one value again: what `auto_to_manual` undoes.
 
@@ -78,13 +79,15 @@ def manual_to_auto(
         must hold the same block.
       axes: the mesh axes to give back to the partitioner; None: all of the mesh.
       shape: the shape the whole value should have, to be checked.
+      check: whether a value that may differ along an axis that the spec does not name is an error, where
+        that is seen: loops and branches with collectives in them are not looked into.
 
     Returns:
       The value; outside `sw.spmd`, `y`.
 
     Raises:
       ShardingError: an axis the mesh does not have, or not in `axes`; a block of another shape than
-        `shape` says.
+        `shape` says; (when planned) a value that may differ where it is said to be the same.
     """
     where = _jax.current_source()
     mesh, names = _program("manual_to_auto", spec, axes, y, where)
@@ -101,7 +104,7 @@ def manual_to_auto(
         )
     if mesh is None:
         return y
-    return _leave(jnp.asarray(y), dims, names, (), mesh, where)
+    return _leave(jnp.asarray(y), dims, names, (), mesh, where, check)
 
 
 def _program(what: str, spec: Any, axes: Any, x: Any, where: str) -> tuple[MeshAxes | None, Names]:
@@ -126,9 +129,12 @@ def _enter(x: Any, dims: tuple[Names, ...], names: Names, mesh: MeshAxes, where:
 
 
 def _leave(
-    y: Any, dims: tuple[Names, ...], names: Names, terms: Names, mesh: MeshAxes, where: str
-) -> Any:
-    return manual_to_auto_p.bind(y, split=dims, axes=names, terms=terms, mesh=mesh, source=where)
+    y: Any, dims: tuple[Names, ...], names: Names, terms: Names, mesh: MeshAxes, where: str,
+    check: bool = False,
+) -> Any:  # fmt: skip
+    return manual_to_auto_p.bind(
+        y, split=dims, axes=names, terms=terms, mesh=mesh, source=where, check=check
+    )
 
 
 def _size(mesh: MeshAxes, names: Iterable[str]) -> int:
@@ -137,7 +143,8 @@ def _size(mesh: MeshAxes, names: Iterable[str]) -> int:
 
 # Parameters of both: `split`, per dim the axes that split it; `axes` that enter or leave manual control;
 # `mesh`, the program's; `source`, the user's line.  `terms`: axes along which devices hold terms of a
-# sum, finished by the partitioner: the gradient of a value that entered whole.
+# sum, finished by the partitioner: the gradient of a value that entered whole.  `check`: whether values
+# may differ along the other axes that split nothing.
 
 auto_to_manual_p = jex.Primitive("auto_to_manual")
 manual_to_auto_p = jex.Primitive("manual_to_auto")
@@ -160,7 +167,7 @@ def _enter_transpose(ct: Any, x: Any, *, split: Any, axes: Names, mesh: Any, sou
 
 
 def _leave_transpose(
-    ct: Any, y: Any, *, split: Any, axes: Names, terms: Names, mesh: Any, source: str
+    ct: Any, y: Any, *, split: Any, axes: Names, terms: Names, mesh: Any, source: str, check: bool
 ) -> Any:
     """What left whole along an axis hands each device its share; a term of a sum, all of it."""
     copies = [a for a in axes if a not in terms and not any(a in d for d in split)]

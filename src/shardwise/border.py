@@ -19,7 +19,8 @@ from jax import lax
 
 from shardwise.device_tensor import DeviceOrder
 from shardwise.halo import window
-from shardwise.partition import Note, Partitioner
+from shardwise.notes import Note
+from shardwise.partition import Partitioner
 from shardwise.program import Body, Var
 from shardwise.sharding import Layout
 from shardwise.value import Value

@@ -21,7 +21,8 @@ from jax.experimental import io_callback
 
 from shardwise import _jax
 from shardwise.crossing import HANDLERS as _CROSSING
-from shardwise.partition import Fallback, Handler, Note, Partitioner
+from shardwise.notes import Fallback, Note
+from shardwise.partition import Handler, Partitioner
 from shardwise.program import Eqn
 from shardwise.sharding import Sharding
 from shardwise.value import Value

@@ -68,12 +68,13 @@ def candidates(
     results: Sequence[Result],
     mesh: MeshAxes,
     anywhere: bool = False,
+    elsewhere: bool = True,
 ) -> Iterator[Assignment]:
     """Assignments worth pricing, each once, the plain ones (one value's own layout) first.
 
     An atom may split the factors some value has it on, or none; one that some value has on a factor
-    that must lie whole may also split another (`_elsewhere`).  `anywhere` lets it split any factor:
-    a contraction split over an axis can be cheaper with the axis on its batch, by an all-to-all before
+    that must lie whole may also split another (`elsewhere`).  `anywhere` lets it split any factor: a
+    contraction split over an axis can be cheaper with the axis on its batch, by an all-to-all before
     and an all-gather after, than as a pending sum and an all-reduce.
     """
     layouts = sources(rule, operands, results, mesh)
@@ -90,7 +91,7 @@ def candidates(
     for a in (*plain, {}):
         if fresh(a):
             yield a
-    for a in _elsewhere(rule, layouts, mesh):
+    for a in _elsewhere(rule, layouts, mesh) if elsewhere else ():
         if fresh(a):
             plain.append(a)
             yield a

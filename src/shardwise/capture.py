@@ -19,6 +19,7 @@ from shardwise.copies import unshare
 from shardwise.invariants import lift
 from shardwise.merge import merge
 from shardwise.order import longest_first
+from shardwise.outward import outward
 from shardwise.pairing import pair_rows
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.ranking import rank_sorts
@@ -269,9 +270,10 @@ def capture_jaxpr(
     if merged:
         merge(body, fresh, c.written_out)
         prune(body)
+    outward(body, fresh)
     share(body)
     longest_first(body)
     unshare(body, c.var)
-    if lift(body, fresh):
+    if lift(body, fresh, c.written_out):
         share(body)
     return body

@@ -93,7 +93,24 @@ def choose(
         new = _cheapest(price, rules[:1], 1, LOWER_PRICE * first.price, anywhere=True)
         if new and new[0].bytes < FEWER_BYTES * first.bytes:
             return new[0], first
+    elif dot and first.brought and any(r.open for r in results):
+        stays = _cheapest(price, rules, 1, elsewhere=False)
+        if stays and not _saves(first, stays[0], results, mesh):
+            return stays[0], first
     return first, (others[0] if others else None)
+
+
+def _saves(moved: Choice, stays: Choice, results: Sequence[Result], mesh: MeshAxes) -> bool:
+    """Whether operands should be moved to a layout none of them has, and leave a result that nobody
+    asked for split, rather than a pending sum.
+
+    The one has its blocks gathered later, or stays as it is; the other has them gathered too, or only
+    scattered.  So the gathering counts on both sides.
+    """
+    pending = [(r, o) for r, o in zip(results, stays.outs, strict=True) if o.sharding.partial]
+    # a scatter's bytes are a gather's
+    later = sum(_deliver(r, o, mesh, least_bytes) for r, o in pending if r.open)
+    return not pending or moved.bytes + later < FEWER_BYTES * (stays.bytes + later)
 
 
 def _cheapest(
@@ -102,6 +119,7 @@ def _cheapest(
     count: int,
     below: float = math.inf,
     anywhere: bool = False,
+    elsewhere: bool = True,
 ) -> list[Choice]:
     """The `count` cheapest candidates of a price below `below`, in order.
 
@@ -111,7 +129,9 @@ def _cheapest(
     found = (
         price.candidate(rule, assignment, pending)
         for rule in rules
-        for assignment in candidates(rule, price.operands, price.results, price.mesh, anywhere)
+        for assignment in candidates(
+            rule, price.operands, price.results, price.mesh, anywhere, elsewhere
+        )
         for pending in _pending_sums(rule, price.operands)
     )
     bounded = [(_order(price.of(c, least_bytes)), i, c) for i, c in enumerate(found) if c]
@@ -280,7 +300,9 @@ def _work(
     mesh: MeshAxes,
     dot: bool,
 ) -> float:
-    made = sum(math.prod(l.local_shape(mesh)) * o.effort for o, l in zip(operands, ins, strict=True))
+    made = sum(
+        math.prod(l.local_shape(mesh)) * o.effort for o, l in zip(operands, ins, strict=True)
+    )
     if dot:
         flops = 2.0
         for f, size in enumerate(rule.sizes):

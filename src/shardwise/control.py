@@ -16,7 +16,8 @@ from shardwise.convert import to_spec
 from shardwise.errors import ShardingError
 from shardwise.hoist import hand
 from shardwise.mesh import abstract_mesh
-from shardwise.partition import Handler, Note, Partitioner
+from shardwise.notes import Note
+from shardwise.partition import Handler, Partitioner
 from shardwise.program import Eqn
 from shardwise.scans import scan
 from shardwise.sharding import Sharding
@@ -31,6 +32,8 @@ def annotation(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     v = p.repadded(ins[0], out)
     if v.free and v.make is not None:
         return [v]
+    if out in p.terms and v.first.partial and v.first.op == "sum":
+        return [v]  # of a sum that a loop adds up, the annotation says how the sum is to lie
     x = p.get(v, s, Note(eqn, "annotation", var=out))
     # Other layouts the operand is at hand in are no variants: a reader would take the cheapest of
     # them, and the annotation would be a gather that nobody reads.

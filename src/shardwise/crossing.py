@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from shardwise.border import realign
 from shardwise.control import HANDLERS as _CONTROL
-from shardwise.partition import Handler, Note, Partitioner
+from shardwise.notes import Note
+from shardwise.partition import Handler, Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.regions import Dims
 from shardwise.sharding import Axes, Sharding

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.registry import level_of, rules_of
+from shardwise.outward import addend
 from shardwise.program import Body, Eqn, Lit, Var
 
 # Passes of an edge: (level, may operands be sources, may results be sources, targets likewise).
@@ -117,23 +118,6 @@ def orderless(eqn: Eqn) -> bool:
     n, c = eqn.params["num_consts"], eqn.params["num_carry"]
     carries = zip(body.invars[n : n + c], body.outvars, strict=False)
     return all(addend(body, v, out) is not None for v, out in carries)
-
-
-def addend(body: Body, carry: Var, out: Var) -> Var | None:
-    """The value added to a carry, when `out = carry + it` is all the body does with the carry."""
-    producer = {v: e for e in body.eqns for v in e.outvars}
-    readers: dict[Var, int] = {}
-    for e in body.eqns:
-        for v in e.invars:
-            readers[v] = readers.get(v, 0) + 1
-    for v in body.outvars:
-        readers[v] = readers.get(v, 0) + 1
-    if isinstance(out, Lit) or readers.get(carry) != 1 or readers.get(out) != 1:
-        return None
-    eqn = producer.get(out)
-    if eqn is None or eqn.name not in ("add", "add_any") or carry not in eqn.invars:
-        return None
-    return next(v for v in eqn.invars if v is not carry)
 
 
 def _batch_dims(eqn: Eqn) -> list[Edge]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from shardwise.notes import Note
 from shardwise.ops.fft import FFT, IFFT, IRFFT, RFFT, transformed
 from shardwise.ops.registry import rules_of
-from shardwise.partition import Handler, Note, Partitioner
+from shardwise.partition import Handler, Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.sharding import Sharding, padded_size
 from shardwise.value import Value

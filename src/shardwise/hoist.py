@@ -25,8 +25,9 @@ import jax
 
 from shardwise.capture import prune
 from shardwise.invariants import invariants
+from shardwise.notes import Note
 from shardwise.ops.registry import comm_bytes
-from shardwise.partition import Note, Partitioner
+from shardwise.partition import Partitioner
 from shardwise.program import Body, Eqn, Var
 from shardwise.reshard import reshard_bytes
 from shardwise.sharding import Layout, Sharding
@@ -123,8 +124,11 @@ class Constants:
     def values(self, asked: bool = False, single: frozenset[Var] = frozenset()) -> list[Value]:
         """The constants for one run of the body; `asked`: count what layouts are asked for.
 
-        `single`: constants that will not be held in another layout, whatever it would save.
+        `single`: constants, and values made of them, that will not be held in another layout, whatever it
+        would save.
         """
+        self.p.invariant.update(self.derived)
+        self.p.invariant.difference_update(single)
         out = []
         for v, outer, blocks in zip(self.vars, self.outer, self.blocks, strict=True):
             value = Value(v, self.p.padded(v), dict(blocks))
@@ -171,7 +175,7 @@ class Constants:
                 continue
             room -= need
             layouts.setdefault(v, []).append(s)
-        return self._split(layouts, refused & set(self.vars)), room
+        return self._split(layouts, refused), room
 
     def _own(self, eqn: Eqn) -> float:
         """What an equation's own code sends."""

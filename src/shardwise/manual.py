@@ -13,9 +13,11 @@ the same on all devices that is not is an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +82,8 @@ def manual(
     @functools.lru_cache(maxsize=16)
     def mapped(mesh: Any, names: Names, at_once: bool) -> Callable[..., Any]:
         def body(*blocks: Any) -> Any:
-            out = fn(*blocks)
+            with _collectives_inside(what, names, where):
+                out = fn(*blocks)
             _check_results(what, out_specs, out, names, check, where)
             return out
 
@@ -96,6 +99,9 @@ def manual(
         names = chosen or tuple(sizes)
         check_axes(what, names, [in_specs, out_specs], sizes, where)
         check_free(what, names, where)
+        for path, spec in jax.tree_util.tree_leaves_with_path(out_specs, is_leaf=_is_spec):
+            label = f"{what}: result {jax.tree_util.keystr(path)}".rstrip()
+            check_spec(label, spec, names, len(spec), where)
         _check_args(what, in_specs, args, names, sizes, where)
         outside = _jax.program_mesh() is None
         if outside and mesh is not None:
@@ -103,6 +109,22 @@ def manual(
         return mapped(mesh, names, outside)(*args)
 
     return call
+
+
+@contextlib.contextmanager
+def _collectives_inside(what: str, names: Names, where: str) -> Iterator[None]:
+    """JAX's own words for a collective over an axis that stays automatic are about types."""
+    try:
+        yield
+    except ValueError as e:
+        found = re.search(r"with axis: (\w+) of type AxisType\.", str(e))
+        if found is None or found[1] in names:
+            raise
+        raise ShardingError(
+            f"{what}: a collective over axis {found[1]!r}, which is not under manual control",
+            where=where, facts=f"axes={names}",
+            hint=f"add {found[1]!r} to axes: what is not in it is the partitioner's",
+        ) from None  # fmt: skip
 
 
 def _check_one_device(what: str, args: Any, where: str) -> None:

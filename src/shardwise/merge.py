@@ -6,17 +6,19 @@ along one dim becomes one `assemble` of pieces of the arrays it starts from.
 
     concatenate(slice(x, 1:), slice(x, :1))      -> assemble (x, 1, n-1), (x, 0, 1)
     concatenate(neg(slice(x, h:)), slice(x, :h)) -> assemble (neg x, h, h), (x, 0, h)
+    pad(g, (0, 1)) + pad(h, (n-1, 0))            -> assemble (g, 0, n-1), (h, 0, 1)
     dynamic_slice(concatenate(x, x), i)          -> rotate x, i
 
-The last but one is the rotation of rotary embeddings: an elementwise op of a slice is a slice of the
-op; the last is a `jnp.roll` by a traced amount.  Gathers and scatters of known indices are spelled as
-moves first (`known`), moves that change nothing are dropped, and results without elements are made of
-nothing.
+The second is the rotation of rotary embeddings: an elementwise op of a slice is a slice of the op; the
+third is the gradient of such a chain, a roll's say; the last is a `jnp.roll` by a traced amount.  Gathers
+and scatters of known indices are spelled as moves first (`known`), moves that change nothing are dropped,
+and results without elements are made of nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -104,7 +106,11 @@ class _Merge:
             self.same[eqn.outvars[0]] = composed.pieces[0][0]
             return hoisted
         self.cuts[eqn.outvars[0]] = composed
-        if composed == cut and (eqn.name != "concatenate" or _each_once(cut, eqn)):
+        if (
+            composed == cut
+            and eqn.name not in ("add", "add_any")
+            and (eqn.name != "concatenate" or _each_once(cut, eqn))
+        ):
             return [eqn]
         if len(composed.pieces) > MAX_PIECES or not any(v.rank for v, _, _ in composed.pieces):
             self.cuts[eqn.outvars[0]] = cut
@@ -132,6 +138,8 @@ class _Merge:
             "pad": self.of_pad,
             "concatenate": self.of_concatenate,
             "dynamic_update_slice": self.of_update,
+            "add": self.of_sum,
+            "add_any": self.of_sum,
         }.get(eqn.name)
         return f(eqn) if f is not None and 0 not in eqn.outvars[0].shape else None
 
@@ -183,6 +191,20 @@ class _Merge:
         parts = [(x, 0, start), (u, 0, rows), (x, start + rows, x.shape[d] - start - rows)]
         return Cut(d, tuple(p for p in parts if p[2] > 0))
 
+    def of_sum(self, eqn: Eqn) -> Cut | None:
+        """A sum of pieces that are padded with zeros to lie beside each other: the gradient of a roll."""
+        a, b = (self.cuts.get(v) for v in eqn.invars)
+        if a is None or b is None or a.dim != b.dim:
+            return None
+        parts = []
+        ends = sorted({e for c in (a, b) for e in itertools.accumulate(n for _, _, n in c.pieces)})
+        for lo, hi in itertools.pairwise([0, *ends]):
+            (left,), (right,) = a.rows(lo, hi - lo), b.rows(lo, hi - lo)
+            if not (_zeros(left[0]) or _zeros(right[0])):
+                return None
+            parts.append(right if _zeros(left[0]) else left)
+        return Cut(a.dim, tuple(parts))
+
     def composed(self, cut: Cut) -> Cut:
         """The same pieces taken from where they first came from; neighbours joined again."""
         out: list[tuple[Var, int, int]] = []
@@ -227,6 +249,10 @@ def _assembled(eqn: Eqn, cut: Cut) -> Eqn:
     pieces = tuple((operands.index(v), start, n) for v, start, n in cut.pieces)
     params = {"dimension": cut.dim, "pieces": pieces}
     return Eqn(assemble_p, operands, eqn.outvars, params, [], eqn.info, eqn.id)
+
+
+def _zeros(v: Var) -> bool:
+    return isinstance(v, Lit) and not v.rank and not isinstance(v.value, bool) and v.value == 0
 
 
 def _is_all(cut: Cut, y: Var) -> bool:

@@ -26,8 +26,9 @@ from shardwise import _jax
 from shardwise.candidates import Operand, Result
 from shardwise.choose import Choice, choose
 from shardwise.complete import Completion
-from shardwise.factors import FactorRule, spread
+from shardwise.factors import spread
 from shardwise.mesh import MeshAxes
+from shardwise.notes import Fallback, Note, gathers
 from shardwise.ops.registry import (
     LocalContext,
     comm_bytes,
@@ -36,54 +37,13 @@ from shardwise.ops.registry import (
     rules_of,
     run_local,
 )
+from shardwise.outward import ANNOTATIONS
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.reshard import emit_reshard, reshard_bytes
 from shardwise.sharding import Sharding
 from shardwise.share import work
-from shardwise.value import EFFORT, Value, reachable
+from shardwise.value import EFFORT, Value, reachable, received_in
 from shardwise.windows import Limits, windowed_choice
-
-ANNOTATIONS = ("annotation", "sharding_constraint")
-
-
-@dataclasses.dataclass(frozen=True)
-class Note:
-    """Why a stretch of emitted code is there.
-
-    Attributes:
-      eqn: the equation on whose behalf; None at the program's own results.
-      what: "bring" (an operand to the layout chosen), "local" (the op's own exchange), "fallback",
-        "annotation", "result", "loop" (a value handed to or from a body).
-      value: the name of the value moved; `before`, `after`: its shardings.
-      choice, runner_up: for an operand: the layouts chosen and the second best.
-    """
-
-    eqn: Eqn | None
-    what: str
-    value: str = ""
-    var: Var | None = None
-    before: Sharding | None = None
-    after: Sharding | None = None
-    choice: Choice | None = None
-    runner_up: Choice | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Fallback:
-    """A value that had to be replicated, and why.
-
-    Attributes:
-      op: the primitive; `source` file:line; `value` the operand gathered, of `bytes` bytes whole.
-      why: the reason in words.
-    """
-
-    op: str
-    source: str
-    value: str
-    shape: tuple[int, ...]
-    bytes: int
-    why: str
-
 
 Handler = Callable[["Partitioner", Eqn, list[Value]], list[Value]]
 
@@ -110,9 +70,7 @@ class Partitioner:
         self.eqn_choices: dict[Eqn, tuple[Choice, Choice | None]] = {}
         self.uses: dict[Var, Counter[str]] = {}
         self.sole_reader: dict[Var, Var] = {}
-        self.terms: dict[
-            Var, int
-        ] = {}  # values a loop adds up: how many terms are finished together
+        self.terms: dict[Var, int] = {}  # of a loop's sum: how many terms are finished together
         self.passes: dict[Any, list[Eqn]] = {}  # equations carried out as several (`fft_passes`)
         self._counted: set[Body] = set()
         self.emitted: dict[Any, Any] = {}  # of the body that runs: `repeats`
@@ -121,6 +79,8 @@ class Partitioner:
         self.loops: dict[Any, Any] = {}  # what was decided for each loop, by how its operands lie
         self.invariant: set[Var] = set()  # what bodies make of loop constants only
         self.preferred: dict[Var, Sharding] = {}  # how a loop wants what its body hands out
+        # stack -> the carry it is added to, its value, and the dim that is the stack's first
+        self.accumulators: dict[Var, tuple[Var, Value, int]] = {}
 
     def reset(self) -> None:
         """Forget what an earlier trace left: a plan may be traced again (lowered under another jit)."""
@@ -267,6 +227,8 @@ class Partitioner:
 
     def equation(self, eqn: Eqn, ins: list[Value]) -> list[Value]:
         """One equation with a rule; without one, a reported fallback."""
+        if (done := next((v for v in ins if v.onto is not None), None)) is not None:
+            return [done.accumulated(eqn)]
         rules = rules_of(eqn)
         if not rules:
             return self.fallback(eqn, ins, f"no sharding rule for `{eqn.name}`")
@@ -280,8 +242,8 @@ class Partitioner:
         for v, var, layout in zip(ins, eqn.invars, choice.ins, strict=True):
             note = Note(eqn, "bring", var=var, choice=choice, runner_up=second)
             xs.append(self.get(v, layout.sharding, note))
-        self.report_gathers(eqn, ins, rules, choice)
-        received = tuple(v.received[l.sharding] for v, l in zip(ins, choice.ins, strict=True))
+        self.fallbacks += gathers(eqn, ins, rules, choice, self.mesh)
+        received = received_in(ins, choice.ins)
         ctx = dataclasses.replace(choice.context(self.mesh), received=received)
         ys = self.local(eqn, ctx, xs, choice)
         return [
@@ -345,11 +307,14 @@ class Partitioner:
             for v in eqn.outvars
         )
         special = any(r.special for r in rules)
-        key = (dot, work(eqn) if special else None, rules, operands, results)
+        at_hand = tuple(v.at_hand for v in ins) if special else ()
+        key = (dot, work(eqn) if special else None, rules, operands, results, at_hand)
         if key not in self._choices:
-            best, second = choose(
-                rules, operands, results, self.mesh, lambda ctx: comm_bytes(ctx, eqn), dot
-            )
+
+            def local_bytes(ctx: LocalContext) -> float:
+                return comm_bytes(dataclasses.replace(ctx, received=received_in(ins, ctx.ins)), eqn)
+
+            best, second = choose(rules, operands, results, self.mesh, local_bytes, dot)
             if eqn.name == "dot_general":
                 best = windowed_choice(best, operands, results, self.mesh, self.limits)
             self._choices[key] = best, second
@@ -380,26 +345,6 @@ class Partitioner:
             for o, y in zip(eqn.outvars, ys, strict=True)
         ]
 
-    def report_gathers(self, eqn: Eqn, ins: list[Value], rules: Any, choice: Choice) -> None:
-        """A dim that lies whole in every rule of this op, and was split, is a fallback to report.
-
-        Not where its atoms now split another dim: then it was moved, not gathered."""
-        for i, (v, layout) in enumerate(zip(ins, choice.ins, strict=True)):
-            if v.free or layout.sharding == v.first:
-                continue
-            for d in range(len(v.shape)):
-                gathered = not layout.sharding.used.issuperset(v.first.axes[d])
-                axes = v.first.axes[d]
-                if gathered and all(
-                    _whole(r, r.operands[i][d], self.mesh.size(axes)) for r in rules
-                ):
-                    self.fallbacks.append(Fallback(
-                        eqn.name, eqn.source, v.name, v.shape,
-                        int(np.prod(v.shape)) * v.itemsize,
-                        f"dim {d} must lie whole for `{eqn.name}` and was split over "
-                        f"{self.mesh.text(axes)}",
-                    ))  # fmt: skip
-
     def results(self, body: Body, values: Sequence[Value]) -> list[Any]:
         """The program's results in the shardings completed for them."""
         out = []
@@ -412,7 +357,7 @@ class Partitioner:
         """`v` under the padded sizes of another name for it (equal unless the dims were never tied)."""
         if v.padded == self.padded(var):
             return v
-        new = Value(var, self.padded(var), make=v.make, zero=v.zero)
+        new = Value(var, self.padded(var), make=v.make, zero=v.zero, effort=v.effort)
         for s, x in v.variants.items():
             if all(
                 not axes or a == b for axes, a, b in zip(s.axes, v.padded, new.padded, strict=True)
@@ -428,12 +373,6 @@ class Partitioner:
                 v, Sharding(keep), Note(None, "result", var=var)
             )
         return new
-
-
-def _whole(rule: FactorRule, factors: Sequence[int], shards: int) -> bool:
-    """Whether a rule has a dim of these factors whole where it was split over so many shards."""
-    uneven = any(f in rule.even and rule.sizes[f] % shards for f in factors)
-    return uneven or not rule.whole.isdisjoint(factors)
 
 
 def _is_zero(x: Any) -> bool:

@@ -26,7 +26,8 @@ from shardwise.cost.comm import Collective
 from shardwise.device_tensor import DeviceOrder
 from shardwise.explain import text
 from shardwise.mesh import MeshAxes
-from shardwise.partition import Fallback, Note, Partitioner
+from shardwise.notes import Fallback, Note
+from shardwise.partition import Partitioner
 from shardwise.program import Body, Eqn, Var
 from shardwise.regions import regions_of
 from shardwise.repeats import Call

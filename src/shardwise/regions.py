@@ -22,8 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
+from shardwise.convert import spec_text
 from shardwise.device_tensor import from_device_tensor
 from shardwise.edges import PASSES, Edge
 from shardwise.errors import ShardingError
@@ -32,6 +33,7 @@ from shardwise.mesh import ManualAxes, MeshAxes
 from shardwise.ops.collectives import USERS
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.sharding import Axes
+from shardwise.varying import Varying
 
 Dims = tuple[Axes, ...]
 
@@ -90,6 +92,7 @@ class _Walk:
             Var, ManualAxes | None
         ] = {}  # values between auto_to_manual and manual_to_auto
         self.made: set[Var] = set()  # of no operands, or of such: good on both sides
+        self.varying = Varying(self.named_atoms)
 
     def body(self, body: Body, here: ManualAxes | None) -> None:
         self.made.update(v for v, _ in body.consts)
@@ -127,8 +130,15 @@ class _Walk:
             self.sees.update(dict.fromkeys(eqn.outvars, after))
         if all(isinstance(v, Lit) or v in self.made for v in eqn.invars) and not eqn.bodies:
             self.made.update(eqn.outvars)
+        if eqn.name not in ("auto_to_manual", "manual_to_auto"):
+            self.varying.equation(eqn)
         for sub in eqn.bodies:
             self.body(sub, inside)
+
+    def named_atoms(self, eqn: Eqn) -> list[str]:
+        """The atoms of the axes that a collective names."""
+        known = dict(self.spelled(self.out.meshes.get(eqn)))
+        return [a for n in _axes_named(eqn) for a in known.get(n, ())]
 
     def spelled(self, here: ManualAxes | None) -> tuple[tuple[str, Axes], ...]:
         """The axes by name, with their atoms."""
@@ -199,6 +209,8 @@ class _Walk:
         dims = tuple(tuple(a for n in d for a in known[n]) for d in p["split"])
         self.cross(eqn, [dims], [], eqn.outvars, [])
         self.out.inside[eqn] = inside
+        split = {a for d in dims for a in d}
+        self.varying.note(eqn.outvars, split | self.varying.of(eqn.invars))
         return inside
 
     def left(self, eqn: Eqn, sees: ManualAxes | None, here: ManualAxes | None) -> ManualAxes | None:
@@ -221,11 +233,31 @@ class _Walk:
         self.out.inside[eqn] = ManualAxes(
             self.axes.names, self.axes.sizes, self.axes.sort({*held, *atoms}), self.spelled(sees)
         )
-        self.out.terms[eqn] = tuple(a for n in p["terms"] for a in known[n])
+        self.out.terms[eqn] = terms = tuple(a for n in p["terms"] for a in known[n])
+        varies = self.varying.of(eqn.invars)
+        more = varies & atoms - {a for d in dims for a in d} - set(terms)
+        if p["check"] and more:
+            self.check_same(eqn, [n for n in p["axes"] if more & set(known[n])])
+        self.varying.note(eqn.outvars, varies - atoms)
         rest = tuple(a for a in (sees.manual if sees else ()) if a not in atoms)
         if not rest:
             return None
         return ManualAxes(self.axes.names, self.axes.sizes, rest, self.spelled(sees))
+
+    @staticmethod
+    def check_same(eqn: Eqn, names: list[str]) -> None:
+        """What leaves whole along axes must be the same there."""
+        split = [d[0] if len(d) == 1 else d or None for d in eqn.params["split"]]
+        while split and split[-1] is None:
+            split.pop()
+        raise ShardingError(
+            f"manual_to_auto: the value may differ between devices along {', '.join(names)}",
+            where=eqn.params["source"],
+            facts=f"{_name(eqn.invars[0])} {list(eqn.invars[0].shape)}; "
+            f"{spec_text(PartitionSpec(*split))} says that they hold the same value",
+            hint=f"name {names[0]!r} in the spec, or reduce the value over it "
+            f"(lax.psum(x, {names[0]!r})); check=False if you know that it does not differ",
+        )
 
     def take(self, values: Iterable[Var], here: ManualAxes) -> None:
         self.out.taken.update(dict.fromkeys(values, frozenset(here.manual)))

@@ -21,7 +21,8 @@ from typing import Any
 
 import jax
 
-from shardwise.partition import Note, Partitioner
+from shardwise.notes import Note
+from shardwise.partition import Partitioner
 from shardwise.program import Body, Eqn
 from shardwise.sharding import Sharding
 from shardwise.value import Value

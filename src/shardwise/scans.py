@@ -43,11 +43,15 @@ def equations(body: Body) -> Iterator[Eqn]:
 
 @dataclasses.dataclass(frozen=True)
 class _ScanPlan:
+    """What was decided.  `asked`: of stacks that are constants of a loop around this one, the layouts
+    that the body asked for slices in: the stack may be brought there before that loop."""
+
     constants: Hoisted
     carries: tuple[Sharding, ...]
     arrivals: tuple[Arrival, ...]
     departures: tuple[Departure, ...]
     lead: Axes = ()
+    asked: tuple[tuple[Sharding, ...], ...] = ()
 
 
 class _Scan:
@@ -61,10 +65,16 @@ class _Scan:
         self.length = eqn.params["length"]
         self.traced: Any = None
         self.constants = Constants(p, eqn, self.body, ins[:n], self.length)
-        key = situation(eqn, ins)
+        summed = tuple(p.terms.get(v) for v in self.body.outvars)
+        key = situation(eqn, ins), summed
         if key not in p.loops:
             p.loops[key] = self.decide()
         self.plan: _ScanPlan = p.loops[key]
+        sums = accumulate.sums(self.body, self.carries, self.init)
+        self.stacks_of = accumulate.stacks(self.body, self.carries, sums)
+        for x, layouts in zip(self.xs, self.plan.asked, strict=False):
+            if x.asked is not None:
+                x.asked.update(map(stacked, layouts))
 
     # deciding
 
@@ -81,7 +91,10 @@ class _Scan:
         led = not lead and any(p.wanted(o).axes[0] for o, _ in ys)
         choices = any(len(a.slices) > 1 for a in arrivals)
         branches = any(e.name in ("while", "cond") for e in equations(self.body))
-        if not (sums or led or choices or self.constants.matter or (lead and branches)):
+        summed = any(v in p.terms for v in self.body.outvars[c:])
+        again = any(x.times > 1 and not x.free for x in self.xs)
+        matter = self.constants.matter or again or summed
+        if not (sums or led or choices or matter or (lead and branches)):
             nothing = Hoisted(self.body, None, {})
             departures = self.departures(ys, [None] * len(ys), lead)
             return _ScanPlan(nothing, plain, arrivals, departures, lead)
@@ -91,7 +104,7 @@ class _Scan:
             watched = [*sums.values(), *self.constants.derived]
             with watching(p, watched) as seen:
                 consts, xs, found = self.trial(plain, arrivals, single)
-                hoisted, _ = self.constants.decide(consts, seen, p.limits.room)
+                hoisted, room = self.constants.decide(consts, seen, p.limits.room)
             if lead and sums and memory.peak_temporaries(self.traced) > p.limits.room:
                 return self.decide(share=False)  # split, a slice may take less
             if lead and branches and comm.find(self.traced, p.mesh):
@@ -102,9 +115,13 @@ class _Scan:
             single |= hoisted.refused
             arrivals = tuple(a.settled(x) for a, x in zip(arrivals, xs, strict=True))
             choices = False
-        carries = accumulate.settled(p, self.body, self.carries, plain, sums, seen)
+        carries = accumulate.settled(p, self.body, self.carries, plain, sums, seen, room)
         departures = self.departures(ys, found, lead)
-        return _ScanPlan(hoisted, tuple(carries), arrivals, departures, lead)
+        asked = tuple(
+            tuple(s for s in x.asked or () if not s.partial) if x.times > 1 and not a.flat else ()
+            for a, x in zip(arrivals, xs, strict=True)
+        )
+        return _ScanPlan(hoisted, tuple(carries), arrivals, departures, lead, asked)
 
     def shared(self, sums: int) -> Axes:
         """The atoms over which the iterations are shared out: each device runs those whose slices it has.
@@ -153,9 +170,9 @@ class _Scan:
 
         def once(carry: Sequence[Any], xs: Sequence[Any]) -> None:
             consts.extend(self.constants.values(asked=True, single=single))
-            for a, blocks in zip(arrivals, xs, strict=True):
+            for a, x, blocks in zip(arrivals, self.xs, xs, strict=True):
                 value = Value(a.var, p.padded(a.var), dict(zip(a.slices, blocks, strict=True)))
-                value.asked = Counter()
+                value.asked, value.times = Counter(), x.times
                 slices.append(value)
             values = [p.value(*v) for v in zip(self.carries, carry, carries, strict=True)]
             outs.extend(p.run(self.body, [*consts, *values, *slices]))
@@ -176,7 +193,10 @@ class _Scan:
         others = {*self.body.invars, *self.body.outvars[: len(self.carries)]}
         for (o, v), s in zip(ys, found, strict=True):
             d = Departure.of(self.p, o, v, s)
-            if self.p.wanted(o).axes[0] and not d.own and v not in others:
+            if v in self.p.terms and s is not None and s.partial and s.op == "sum":
+                d = Departure(o, s)  # the loop around this one adds the stacks up
+            moved = not d.own and not d.slice.partial
+            if self.p.wanted(o).axes[0] and moved and v not in others:
                 self.p.preferred[v] = d.slice
             out.append(d)
         return tuple(out)
@@ -191,9 +211,10 @@ class _Scan:
             for a, x, v in zip(plan.arrivals, self.xs, self.stacks, strict=False)
         ]
         init = hand(p, eqn, self.init, self.carries, plan.carries)
-        own = [d for d in plan.departures if d.own]
-        count = jnp.arange(self.length, dtype=jnp.int32) if own else None
-        leaving = list(plan.departures)
+        departures = [d.adding(p) for d in plan.departures]
+        kept = [d for d in departures if d.kept]
+        count = jnp.arange(self.length, dtype=jnp.int32) if kept else None
+        leaving = list(departures)
         narrow = [tpu.read_as(self.body, v) if tpu.tracing() else None for v in self.x_vars]
 
         def step(state: Any, item: Any) -> Any:
@@ -203,25 +224,25 @@ class _Scan:
             ]
             outs = self.iteration(carry, xs)
             c = len(carry)
-            made = zip(plan.departures, outs[c:], strict=True)
+            made = zip(departures, outs[c:], strict=True)
             leaving[:] = [d.as_read(p, y) for d, y in made]
             ys = hand(p, eqn, outs[c:], self.y_vars(c), [d.slice for d in leaving])
             pairs = list(zip(leaving, ys, strict=True))
             rows = iter(kept)
-            kept = [d.write(p, next(rows), i, y) for d, y in pairs if d.own]
+            kept = [d.write(p, next(rows), i, y) for d, y in pairs if d.kept]
             new = hand(p, eqn, outs[:c], self.carries, plan.carries)
-            return (new, kept), [y for d, y in pairs if not d.own]
+            return (new, kept), [y for d, y in pairs if not d.kept]
 
         params = {k: eqn.params[k] for k in ("length", "reverse", "unroll") if k in eqn.params}
         if plan.lead:
             params["length"] = p.padded(self.stacks[0])[0] // p.mesh.size(plan.lead)
-        start = init, [d.start(p) for d in own]
-        (final, kept), ys = lax.scan(step, start, (given, count), **params)
+        start = init, [d.start(p) for d in kept]
+        (final, written), ys = lax.scan(step, start, (given, count), **params)
         terms = [s.with_partial(p.mesh.sort((*s.partial, *plan.lead))) for s in plan.carries]
         ends = zip(eqn.outvars, final, terms, strict=False)
         out = [p.value(o, b, s) for o, b, s in ends]
-        owned, rest = iter(kept), iter(ys)
-        return out + [d.result(p, next(owned if d.own else rest)) for d in leaving]
+        owned, rest = iter(written), iter(ys)
+        return out + [d.result(p, next(owned if d.kept else rest)) for d in leaving]
 
     def y_vars(self, c: int) -> list[Var]:
         return self.plan.constants.inside.outvars[c:]
@@ -229,9 +250,14 @@ class _Scan:
     def iteration(self, carry: Sequence[Any], xs: Sequence[Any]) -> list[Value]:
         p, plan = self.p, self.plan
         values = self.constants.values(single=plan.constants.refused)
-        values += [p.value(*v) for v in zip(self.carries, carry, plan.carries, strict=True)]
-        for a, x in zip(plan.arrivals, xs, strict=True):
-            values.append(p.value(a.var, a.receive(p, self.eqn, x), a.slice))
+        held = [p.value(*v) for v in zip(self.carries, carry, plan.carries, strict=True)]
+        values += held
+        at = dict(zip(self.carries, held, strict=True))
+        p.accumulators.update({o: (v, at[v], d) for o, (v, d) in self.stacks_of.items()})
+        for a, stack, x in zip(plan.arrivals, self.xs, xs, strict=True):
+            value = p.value(a.var, a.receive(p, self.eqn, x), a.slice)
+            value.times = stack.times
+            values.append(value)
         return p.run(plan.constants.inside, [*values, *self.constants.held()])
 
 

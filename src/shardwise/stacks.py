@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardwise.halo import all_to_all
-from shardwise.partition import Note, Partitioner
+from shardwise.notes import Note
+from shardwise.partition import Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.reshard import reshard_bytes
 from shardwise.sharding import Axes, Layout, Sharding
@@ -88,7 +89,8 @@ class Arrival:
         n = math.prod(layout.local_shape(p.mesh)) * var.itemsize
         extended = jnp.issubdtype(var.dtype, jax.dtypes.extended)
         if not lead or n <= SMALL_SLICE or extended:
-            return Arrival(var, (*_as_left(p, value, var, inner), inner))
+            slices = (*_as_left(p, value, var, inner), inner, *_held(p, value, var))
+            return Arrival(var, tuple(dict.fromkeys(slices)))
         if slices := moved(p, var, inner, lead):
             at_hand = [s for s in slices if stacked(s) in value.variants]
             return Arrival(var, (*at_hand, *(s for s in slices if s not in at_hand)))
@@ -144,6 +146,13 @@ def _as_left(p: Partitioner, value: Value, var: Var, inner: Sharding) -> list[Sh
     return [slices]
 
 
+def _held(p: Partitioner, value: Value, var: Var) -> list[Sharding]:
+    """The other layouts a stack is held in through a loop around this one (`hoist`)."""
+    if value.free or value.times == 1 or value.padded[1:] != p.padded(var):
+        return []
+    return [Sharding(s.axes[1:]) for s in value.variants if not s.partial and not s.axes[0]]
+
+
 def _no_larger(p: Partitioner, v: Var | Value, a: Sharding, b: Sharding) -> bool:
     """Whether a block in layout `a` takes no more than one in layout `b`."""
     padded = v.padded if isinstance(v, Value) else p.padded(v)
@@ -173,12 +182,40 @@ class Departure:
       out: the stack; `slice` the layout a slice is brought to in the body.
       own: the atoms of the loop dim, where every device writes the slices it owns.
       lead: the atoms of the loop dim, where every device runs the iterations it owns.
+      onto: the accumulator of a loop around this one that the slices are added to, its value, and the
+        dim of it that is the loop's.
     """
 
     out: Var
     slice: Sharding
     own: Axes = ()
     lead: Axes = ()
+    onto: tuple[Var, Value, int] | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the stack is written by the body, not by the scan."""
+        return bool(self.own) or self.onto is not None
+
+    def adding(self, p: Partitioner) -> Departure:
+        """With the accumulator that the stack is for, if that lies as the slices do."""
+        found = p.accumulators.get(self.out)
+        if found is None or self.own or self.lead:
+            return self
+        _, value, dim = found
+        sizes = list(p.padded(self.out))
+        sizes.insert(dim, sizes.pop(0))
+        at_hand = not value.free and self._accumulator(dim) in value.variants
+        return (
+            dataclasses.replace(self, onto=found)
+            if at_hand and value.padded == tuple(sizes)
+            else self
+        )
+
+    def _accumulator(self, dim: int) -> Sharding:
+        """The sharding of an accumulator of stacks whose dim `dim` is the loop's."""
+        axes = self.slice.axes
+        return Sharding((*axes[:dim], (), *axes[dim:]), self.slice.partial, self.slice.op)
 
     @staticmethod
     def of(p: Partitioner, out: Var, var: Var, found: Sharding | None) -> Departure:
@@ -212,7 +249,7 @@ class Departure:
         Such stacks are what a backward pass needs of each iteration: the operand of a dot that was moved
         for it by an all-to-all is wanted there again.  It may take no more memory.
         """
-        if self.own or self.lead or value.free or set(p.uses.get(self.out, ())) - {"scan"}:
+        if self.kept or self.lead or value.free or set(p.uses.get(self.out, ())) - {"scan"}:
             return self
         s = next(reversed(value.variants))
         if s.partial or s in (self.slice, value.first) or value.padded != p.padded(self.out)[1:]:
@@ -226,15 +263,26 @@ class Departure:
         return dataclasses.replace(self, slice=s)
 
     def result(self, p: Partitioner, block: Any) -> Value:
-        return p.value(self.out, block, stacked(self.slice, self.own or self.lead))
+        if self.onto is None:
+            return p.value(self.out, block, stacked(self.slice, self.own or self.lead))
+        carry, value, dim = self.onto
+        out = value.moved(value.padded, {self._accumulator(dim): block})
+        out.onto, out.zero = carry, False
+        return out
 
     def start(self, p: Partitioner) -> Any:
-        """The stack of an owner, before the loop."""
+        """The stack that the body writes, before the loop."""
+        if self.onto is not None:
+            return self.onto[1].variants[self._accumulator(self.onto[2])]
         layout = Layout(self.out.shape, p.padded(self.out), stacked(self.slice, self.own))
         return jnp.zeros(layout.local_shape(p.mesh), self.out.dtype)
 
     def write(self, p: Partitioner, stack: Any, i: Any, x: Any) -> Any:
-        """Iteration `i`: its owner keeps the slice."""
+        """Iteration `i`: its owner keeps the slice, or it is added to the accumulator."""
+        if self.onto is not None:
+            dim = self.onto[2]
+            old = lax.dynamic_index_in_dim(stack, i, dim, keepdims=False)
+            return lax.dynamic_update_index_in_dim(stack, old + x, i, dim)
         rows = stack.shape[0]
         row = i - lax.axis_index(self.own) * rows
         mine = (row >= 0) & (row < rows)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwise.program import Var
+from shardwise.program import Eqn, Var
 from shardwise.sharding import Layout, Sharding
 
 EFFORT = {"threefry2x32": 100.0, "erf_inv": 20.0}
@@ -32,11 +32,12 @@ class Value:
       times: in a loop's body: it is the same in so many iterations, so that what moves it can be done
         once before the loop.
       asked: in a trial of a loop's body: how often each layout was asked for.
+      onto: the carry of a loop that is added to it already (`accumulate`).
     """
 
     __slots__ = (
-        "asked", "behind", "effort", "itemsize", "make", "name", "padded", "received", "shape", "times",
-        "variants", "zero",
+        "asked", "behind", "effort", "itemsize", "make", "name", "onto", "padded", "received", "shape",
+        "times", "variants", "zero",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,7 @@ class Value:
         self.received: defaultdict[Sharding, dict[Any, Any]] = defaultdict(dict)
         self.times = 1
         self.asked: Counter[Sharding] | None = None
+        self.onto: Var | None = None
 
     @property
     def free(self) -> bool:
@@ -68,10 +70,27 @@ class Value:
         """The sharding it was computed in."""
         return next(iter(self.variants))
 
+    @property
+    def at_hand(self) -> frozenset[Any]:
+        """A key of what was received of it, in all layouts."""
+        return frozenset(
+            (sharding, where, step)
+            for sharding, places in self.received.items()
+            for where, steps in places.items()
+            for step in steps
+        )
+
     def moved(self, padded: tuple[int, ...], variants: dict[Sharding, Any]) -> Value:
         """The same value at hand in other layouts only."""
         out = copy.copy(self)
         out.padded, out.variants, out.make = padded, variants, None
+        return out
+
+    def accumulated(self, eqn: Eqn) -> Value:
+        """Of a stack that was added to its carry as it was made, under an equation's name for it: after the
+        addition it is the sum."""
+        out = Value(eqn.outvars[0], self.padded, dict(self.variants))
+        out.onto = None if self.onto in eqn.invars else self.onto
         return out
 
     def layout(self, sharding: Sharding) -> Layout:
@@ -83,3 +102,8 @@ def reachable(source: Sharding, target: Sharding) -> bool:
     return not target.partial or (
         set(target.partial) <= set(source.partial) and source.op == target.op
     )
+
+
+def received_in(values: Sequence[Value], layouts: Sequence[Layout]) -> tuple[dict[Any, Any], ...]:
+    """What was received of each value's block in its layout; to be added to."""
+    return tuple(v.received[l.sharding] for v, l in zip(values, layouts, strict=True))

@@ -25,8 +25,9 @@ from shardwise.hoist import (
     situation,
     watching,
 )
+from shardwise.notes import Note
 from shardwise.ops.registry import LocalContext
-from shardwise.partition import Note, Partitioner
+from shardwise.partition import Partitioner
 from shardwise.program import Eqn, Var
 from shardwise.sharding import Sharding
 from shardwise.stacks import abstract
@@ -90,7 +91,7 @@ class _While:
             if _refused(hoisted) <= single:
                 break
             single |= _refused(hoisted)
-        carries = accumulate.settled(p, self.body, self.carries, plain, sums, seen)
+        carries = accumulate.settled(p, self.body, self.carries, plain, sums, seen, room)
         return _WhilePlan(hoisted[0], hoisted[1], tuple(carries))
 
     def _tested(self) -> set[Var]:

@@ -38,10 +38,12 @@ class Limits:
     Attributes:
       asked: bytes, `spmd(windowed_einsum=...)`.
       memory: bytes of a device, `spmd(memory_limit=...)`, of which it may take `FRACTION`.
+      loops: bytes that a loop may hold, `spmd(loop_memory=...)`.
     """
 
     asked: float | None = None
     memory: float | None = None
+    loops: float | None = None
 
     @property
     def least(self) -> tuple[float, str]:
@@ -53,6 +55,8 @@ class Limits:
     @property
     def room(self) -> float:
         """Bytes a loop may hold on a device so that a collective is done once instead of every time."""
+        if self.loops is not None:
+            return self.loops
         return ROOM if self.memory is None else self.memory * FRACTION
 
     def window(self, operand: int | None, whole: Layout, block: Layout, n: int) -> Window:

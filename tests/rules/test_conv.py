@@ -180,6 +180,11 @@ def planned(
     ).plan(*shapes)  # fmt: skip
 
 
+def priced(plan: sw.Plan) -> float:
+    """What the equations' layouts were thought to cost when they were chosen, in bytes sent."""
+    return sum(choice.bytes for choice, _ in plan.partitioner.eqn_choices.values())
+
+
 def test_gradients_send_halos() -> None:
     """Both gradients, rows split: halos, and the kernel's sum over devices.
 
@@ -190,8 +195,24 @@ def test_gradients_send_halos() -> None:
     plan = planned(gradients(conv()), (x, k), {"x": 8}, (rows, P()), (rows, P()))
     assert {c.kind for c in plan.collectives} == {PERMUTE, REDUCE}
     halo, kernel = 8 * 32 * 16 * 4, 9 * 16 * 16 * 4
-    assert plan.comm_bytes == 2 * 2 * halo + 2 * kernel * 7 / 8
+    assert plan.comm_bytes == 2 * 2 * halo + 2 * kernel * 7 / 8 == priced(plan)
     assert not plan.fallbacks
+
+
+def test_a_kernels_gradient_stays_a_sum_where_gathering_would_save_little() -> None:
+    """Operands a tenth smaller than the kernel: gathering one to make the gradient in parts would send
+    that tenth less, and then the parts have to be gathered as well."""
+
+    def step(x: Any, k: Any) -> Any:
+        return k - jax.grad(lambda k: (conv()(x, k) ** 2).sum())(k)
+
+    kernel, kept = f32(3, 3, 256, 256), {}
+    for batch in (8, 1):  # with the smaller one it does save
+        args, ins = (f32(batch, 16, 16, 256), kernel), (P(None, "x"), P())
+        kept[batch] = planned(step, args, {"x": 16}, ins, P())
+    assert {c.kind for c in kept[8].collectives} == {PERMUTE, REDUCE}
+    assert "all-gather" in {c.kind for c in kept[1].collectives}
+    assert kept[1].comm_bytes < 2 * kernel.size * 4 * 15 / 16
 
 
 def test_halos_of_two_dims_are_received_once() -> None:
@@ -199,7 +220,7 @@ def test_halos_of_two_dims_are_received_once() -> None:
     spec = P(None, "x", "y")
     plan = planned(gradients(conv()), (x, k), {"x": 4, "y": 4}, (spec, P()), (spec, P()))
     halo, kernel = (2 * 8 + 18 * 2) * 8 * 16 * 4, 9 * 16 * 16 * 4
-    assert plan.comm_bytes == 2 * halo + 2 * kernel * 15 / 16
+    assert plan.comm_bytes == 2 * halo + 2 * kernel * 15 / 16 == priced(plan)
 
 
 def test_halos_are_not_taken_for_those_of_another_block() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +58,26 @@ def test_two_processes(tmp_path, monkeypatch, capfd):
     assert took < 60 + 200  # it had to start, too
     assert launch("killed") == 0
     assert lines_of(tmp_path / "killed") == two
+
+
+def test_without_a_launcher_the_coordinator_misses_a_heartbeat(tmp_path, monkeypatch):
+    """Processes on machines of their own: one is killed, and the other ends with an error."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("count=8", "count=2"))
+    monkeypatch.setenv(distributed.COORDINATOR, f"127.0.0.1:{distributed._free_port()}")
+    monkeypatch.setenv(distributed.PROCESSES, "2")
+    monkeypatch.setenv(distributed.HEARTBEAT, "10")
+    command = [sys.executable, JOB, str(tmp_path / "run"), "9", "4", "0.2", "6"]
+    processes = []
+    for i in range(2):
+        monkeypatch.setenv(distributed.PROCESS, str(i))
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    coordinator, killed = processes
+    killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    died = time.monotonic()
+    _, errors = coordinator.communicate(timeout=120)
+    assert coordinator.returncode != 0 and time.monotonic() - died < 60
+    assert re.search("heartbeat|unhealthy|connection", errors, re.IGNORECASE), errors[-2000:]
 
 
 def test_the_launcher_ends_what_it_started(capfd):

@@ -2,7 +2,9 @@
 
 A value is alive from the equation that makes it to the last that reads it; arguments and results are
 alive throughout.  Compilers fuse: an elementwise value read once, by an elementwise equation, is never
-written to memory, and counts nothing.  A loop needs its carries twice and its body's peak once.
+written to memory, and counts nothing.  A loop needs its body's peak once, and its carries twice, save those
+that are updated in place: an accumulator that a term is added to, a stack that a slice is written into.
+What a loop starts from, and nobody reads later, is where its carry lies.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def peak_temporaries(jaxpr: Any) -> int:
     results = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
     alive = peak = 0
     frees: dict[int, int] = {}
+    counted: set[Any] = set()
     for i, e in enumerate(jaxpr.eqns):
         inside = sum((_inside(e, s) for s in subjaxprs(e)), start=0)
         for v in e.outvars:
@@ -63,7 +66,8 @@ def peak_temporaries(jaxpr: Any) -> int:
                 continue
             alive += nbytes(v)
             frees[last[v]] = frees.get(last[v], 0) + nbytes(v)
-        peak = max(peak, alive + inside)
+            counted.add(v)
+        peak = max(peak, alive + inside - _handed_over(e, i, last, counted))
         alive -= frees.pop(i, 0)
     return peak
 
@@ -72,9 +76,60 @@ def _inside(eqn: Any, body: Any) -> int:
     """What a body needs beyond its caller's operands and results."""
     inside = peak_temporaries(body)
     if eqn.primitive.name in ("scan", "while"):
-        carries = _jax.params_of(eqn).get("num_carry", len(body.outvars))
-        inside += sum(nbytes(v) for v in body.outvars[:carries] if not isinstance(v, _jax.Literal))
+        first, count = _carries(eqn, body)
+        pairs = zip(body.invars[first:], body.outvars[:count], strict=False)
+        inside += sum(nbytes(v) for v, out in pairs if not _in_place(body, v, out))
     return inside
+
+
+def _carries(eqn: Any, body: Any) -> tuple[int, int]:
+    """Where the carries of a loop begin among the body's inputs, and how many there are."""
+    params = _jax.params_of(eqn)
+    if eqn.primitive.name == "scan":
+        return params["num_consts"], params["num_carry"]
+    return len(body.invars) - len(body.outvars), len(body.outvars)
+
+
+def _in_place(body: Any, carry: Any, out: Any) -> bool:
+    """Whether a carry's new value is written over the old one, entry by entry or a slice of it."""
+    if isinstance(out, _jax.Literal) or out is carry:
+        return True
+    producer = {v: e for e in body.eqns for v in e.outvars}
+    reads = Counter(v for e in body.eqns for v in e.invars if not isinstance(v, _jax.Literal))
+
+    def from_carry(v: Any) -> bool:
+        if v is carry:
+            return True
+        e = None if isinstance(v, _jax.Literal) else producer.get(v)
+        if e is None or reads[v] > 1:
+            return False
+        name = e.primitive.name
+        if name == "dynamic_update_slice":
+            return from_carry(e.invars[0])
+        if name == "scan":
+            (inner,) = subjaxprs(e)
+            first, count = _carries(e, inner)
+            i = list(e.outvars).index(v)
+            mine = i < count and _in_place(inner, inner.invars[first + i], inner.outvars[i])
+            return mine and from_carry(e.invars[first + i])
+        same = [x for x in e.invars if nbytes(x) == nbytes(v)]
+        return name in _FUSED and any(map(from_carry, same))
+
+    return from_carry(out)
+
+
+def _handed_over(eqn: Any, at: int, last: dict[Any, int], counted: set[Any]) -> int:
+    """Bytes of what a loop starts from that its results take the place of."""
+    if eqn.primitive.name != "scan":
+        return 0
+    (body,) = subjaxprs(eqn)
+    first, count = _carries(eqn, body)
+    pairs = zip(eqn.invars[first : first + count], eqn.outvars, strict=False)
+    return sum(
+        nbytes(v)
+        for v, out in pairs
+        if not isinstance(v, _jax.Literal) and v in counted and out in counted and last[v] == at
+    )
 
 
 def _fused(eqn: Any, v: Any, reads: Counter[Any], reader: dict[Any, str]) -> bool:

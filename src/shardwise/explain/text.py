@@ -17,8 +17,8 @@ from shardwise.ops.collectives import USERS
 from shardwise.program import Body, Eqn, Lit, Var
 
 if TYPE_CHECKING:
+    from shardwise.notes import Note
     from shardwise.ops.windowed import Window
-    from shardwise.partition import Note
     from shardwise.plan import Plan
 
 

@@ -34,6 +34,7 @@ from shardwise.errors import ShardingError
 Array = jax.Array
 Params = dict[str, Any]
 Annotate = Callable[[Array, P], Array]
+Shard = Callable[[Array, str], Array]
 
 X, Y = 0, 1  # mesh axes: X is the data (batch) axis, Y the model axis
 
@@ -199,7 +200,20 @@ def _init_layer(config: TransformerConfig, key: Array) -> Params:
 
 def abstract_params(config: TransformerConfig) -> Params:
     """The parameters as `ShapeDtypeStruct`s: for planning a model that need not fit anywhere."""
-    return jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    shapes = layer_shapes(config)
+    stacked = {name: array(config.layers, *shape) for name, shape in shapes.items()}
+    listed = [{name: array(*shape) for name, shape in shapes.items()} for _ in range(config.layers)]
+    table = array(config.vocab, config.model)
+    params: Params = {
+        "embedding": table,
+        "layers": stacked if config.scan else listed,
+        "norm": array(config.model),
+    }
+    return params if config.tied else params | {"unembedding": table}
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
@@ -220,7 +234,7 @@ def attention(q: Array, k: Array, v: Array) -> Array:
     return jnp.einsum("bnqk,bknd->bqnd", probs, v)
 
 
-def layer(config: TransformerConfig, shard: Callable[[Array, str], Array], p: Params, h: Array):
+def layer(config: TransformerConfig, shard: Shard, p: Params, h: Array) -> Array:
     """One pre-norm layer: h [B, S, M] -> [B, S, M].  Every call of `shard` is one of the seven."""
     act = jax.nn.gelu if config.activation == "gelu" else jax.nn.relu
     weight = {
@@ -232,6 +246,44 @@ def layer(config: TransformerConfig, shard: Callable[[Array, str], Array], p: Pa
     x = rms_norm(h, p["ffn_norm"])
     hidden = act(shard(jnp.einsum("bsm,mh->bsh", x, weight["w_in"]), "bsh"))
     return shard(h + jnp.einsum("bsh,hm->bsm", hidden, weight["w_out"]), "bsm")
+
+
+def tables(config: TransformerConfig, shard: Shard, params: Params) -> tuple[Array, Array]:
+    """The embedding and the unembedding [V, M], which may be one, annotated."""
+    embedding = shard(params["embedding"], "embedding")
+    return embedding, embedding if config.tied else shard(params["unembedding"], "embedding")
+
+
+def embed(config: TransformerConfig, shard: Shard, embedding: Array, tokens: Array) -> Array:
+    """Rows of the embedding: tokens [B, S] -> [B, S, M]."""
+    return shard(embedding.astype(config.dtype)[tokens], "bsm")
+
+
+def checkpointed(config: TransformerConfig, body: Callable[..., Array]) -> Callable[..., Array]:
+    """`body` (a layer), recomputed in the backward pass as `config.remat` says."""
+    if not config.remat:
+        return body
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(
+        body, prevent_cse=not config.scan, policy=policy if config.remat == "dots" else None
+    )
+
+
+def layers(config: TransformerConfig, shard: Shard, params: Any, h: Array) -> Array:
+    """All layers, `params["layers"]` of `init`: h [B, S, M] -> [B, S, M]."""
+    body = checkpointed(config, functools.partial(layer, config, shard))
+    if config.scan:
+        return lax.scan(lambda h, p: (body(p, h), None), h, params)[0]
+    for p in params:
+        h = body(p, h)
+    return h
+
+
+def unembed(shard: Shard, unembedding: Array, norm: Array, h: Array) -> Array:
+    """Float32 scores of every token: h [B, S, M] -> [B, S, V]."""
+    h, table = rms_norm(h, norm), unembedding.astype(h.dtype)
+    scores = jnp.einsum("bsm,vm->bsv", h, table, preferred_element_type=jnp.float32)
+    return shard(scores, "logits")
 
 
 def logits(
@@ -247,23 +299,9 @@ def logits(
     def shard(x: Array, tensor: str) -> Array:
         return annotate(x, spec(strategy, tensor, axes))
 
-    embedding = shard(params["embedding"], "embedding")
-    h = shard(embedding.astype(config.dtype)[tokens], "bsm")
-    body = functools.partial(layer, config, shard)
-    if config.remat:
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        body = jax.checkpoint(
-            body, prevent_cse=not config.scan, policy=policy if config.remat == "dots" else None
-        )
-    if config.scan:
-        h, _ = lax.scan(lambda h, p: (body(p, h), None), h, params["layers"])
-    else:
-        for p in params["layers"]:
-            h = body(p, h)
-    out = embedding if config.tied else shard(params["unembedding"], "embedding")
-    h = rms_norm(h, params["norm"])
-    scores = jnp.einsum("bsm,vm->bsv", h, out.astype(h.dtype), preferred_element_type=jnp.float32)
-    return shard(scores, "logits")
+    embedding, unembedding = tables(config, shard, params)
+    h = layers(config, shard, params["layers"], embed(config, shard, embedding, tokens))
+    return unembed(shard, unembedding, params["norm"], h)
 
 
 def loss(
@@ -275,7 +313,11 @@ def loss(
     axes: tuple[str, str] = ("x", "y"),
 ) -> Array:
     """Mean cross entropy, in nats, of predicting tokens [B, S] from the tokens before them."""
-    scores = logits(config, params, tokens, annotate, strategy, axes)
+    return next_token_loss(logits(config, params, tokens, annotate, strategy, axes), tokens)
+
+
+def next_token_loss(scores: Array, tokens: Array) -> Array:
+    """Mean cross entropy, in nats, of scores [B, S, V]: each of the token after its own [B, S]."""
     target = jnp.roll(tokens, -1, axis=1)[..., None]
     # Picking the target's score with a comparison, not a gather, keeps a split V where it is.
     is_target = lax.broadcasted_iota(tokens.dtype, scores.shape, 2) == target

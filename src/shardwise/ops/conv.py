@@ -176,18 +176,28 @@ def _nothing(ctx: LocalContext) -> bool:
     return any(0 in layout.shape for layout in (*ctx.ins, *ctx.outs))
 
 
+def _masked(ctx: LocalContext) -> list[int]:
+    """Dims of lhs that are added up and have padding, which would count."""
+    plain = [(f,) for f, _ in ctx.rule.reduced if f not in ctx.rule.special]
+    dims = enumerate(ctx.rule.operands[0])
+    return [d for d, factors in dims if factors in plain and ctx.ins[0].uneven(d)]
+
+
+def _received(ctx: LocalContext) -> dict[Any, Any] | None:
+    """What was received of lhs before; None where it is masked first, and so is not the block it was."""
+    return ctx.received[0] if ctx.received and not _masked(ctx) else None
+
+
 @local(lax.conv_general_dilated_p)
 def _conv_local(ctx: LocalContext, eqn: Eqn, lhs: Any, rhs: Any) -> Any:
     if _nothing(ctx):
         return lax.full(ctx.local_out(), 0, eqn.outvars[0].dtype)
-    given = lhs
     for f, _ in ctx.rule.reduced:  # padding would count: 0 times NaN is NaN
-        if f not in ctx.rule.special and (f,) in ctx.rule.operands[0]:
-            lhs = ctx.mask(lhs, ctx.ins[0], ctx.rule.operands[0].index((f,)), 0)
         rhs = ctx.mask(rhs, ctx.ins[1], ctx.rule.operands[1].index((f,)), 0)
+    for d in _masked(ctx):
+        lhs = ctx.mask(lhs, ctx.ins[0], d, 0)
     dims = _sliding(ctx, eqn)
-    received = ctx.received[0] if ctx.received and lhs is given else None
-    lhs = slide(lhs, dict(dims.values()), 0, received)
+    lhs = slide(lhs, dict(dims.values()), 0, _received(ctx))
     p = eqn.params
     padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
     for j, (_, s) in dims.items():
@@ -240,4 +250,4 @@ def _conv_comm(ctx: LocalContext, eqn: Eqn) -> float:
     if _nothing(ctx):
         return 0.0
     dims = dict(_sliding(ctx, eqn).values())
-    return sliding_bytes(ctx.local_in(0), dims, eqn.invars[0].itemsize)
+    return sliding_bytes(ctx.local_in(0), dims, eqn.invars[0].itemsize, _received(ctx))

@@ -276,10 +276,21 @@ def _dilate(x: Any, dim: int, s: Sliding, fill: Any) -> Any:
     return cut(x, dim, -Device(s.atoms).at(s.phase), s.length, fill, bounds)
 
 
-def sliding_bytes(shape: Sequence[int], dims: Mapping[int, Sliding], itemsize: int) -> float:
-    """Bytes one device sends in `slide` of a local block of this shape."""
-    block, total = list(shape), 0
+def sliding_bytes(
+    shape: Sequence[int],
+    dims: Mapping[int, Sliding],
+    itemsize: int,
+    received: Mapping[Any, Any] | None = None,
+) -> float:
+    """Bytes one device sends in `slide` of a local block of this shape, `received` being at hand."""
+    block, total, received = list(shape), 0, received or {}
+    done: list[Any] = []
     for d in _order(shape, dims):
-        total += dims[d].rows * row_bytes(block, d, itemsize)
-        block[d] = dims[d].block
+        s = dims[d]
+        if s.plan:
+            of_this = received.get((tuple(done), d), {})
+            at_hand = sum(step.rows for step in s.plan.steps if step.pairs and step in of_this)
+            total += (s.rows - at_hand) * row_bytes(block, d, itemsize)
+        done.append((d, s.made, 0))
+        block[d] = s.block
     return float(total)
