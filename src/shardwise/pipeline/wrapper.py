@@ -88,9 +88,9 @@ def pipeline(
         `jax.checkpoint_policies`; False: everything is kept.  To recompute layer by layer give
         `jax.checkpoint(layer)`.
       dealt: params and state are in the order of `deal`.
-      unroll: the layers of a stage are written out, else they are a loop.  The program is larger, and every
-        layer's weights are values of the tick's loop: gathered once, their gradients reduced once, where
-        `sw.spmd(loop_memory=...)` allows it.
+      unroll: the layers of a stage are written out, else they are a loop.  The program is larger; weights
+        that are split along other axes too are gathered once, layer by layer, as far as
+        `sw.spmd(loop_memory=...)` allows it, where a loop's stack is held whole or not at all.
       annotate: what puts a spec on a value; for `jax.jit` its `with_sharding_constraint`.
 
     Returns:
