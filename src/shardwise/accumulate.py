@@ -15,10 +15,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardwise.invariants import CHECKPOINTS
 from shardwise.ops.registry import rules_of
-from shardwise.outward import ANNOTATIONS, addend
-from shardwise.program import Body, Lit, Var
+from shardwise.outward import addend
+from shardwise.program import ANNOTATIONS, CHECKPOINTS, Body, Lit, Var
 from shardwise.sharding import Layout, Sharding
 from shardwise.value import Value
 

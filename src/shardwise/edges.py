@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from shardwise.factors import FactorRule, RuleBuilder
 from shardwise.ops.registry import level_of, rules_of
 from shardwise.outward import addend
-from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.program import ANNOTATIONS, Body, Eqn, Lit, Var
 
 # Passes of an edge: (level, may operands be sources, may results be sources, targets likewise).
 # Level 0: elementwise and hand-overs, both ways.  1: dims are moved, or the larger side shapes the
@@ -82,7 +82,7 @@ def edges_of(body: Body, crossings: Mapping[Eqn, Sequence[Edge]] | None = None) 
 
 
 def _equation(eqn: Eqn) -> list[Edge]:
-    if eqn.name in ("annotation", "sharding_constraint"):
+    if eqn.name in ANNOTATIONS:
         return [tie(eqn.invars[0], eqn.outvars[0], eqn, "annotation")]
     rules = rules_of(eqn)
     if not rules or not any(v.shape for v in (*eqn.invars, *eqn.outvars)):

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.program import ANNOTATIONS, CHECKPOINTS, Body, Eqn, Lit, Var
 
 Fresh = Callable[..., Var]
 WrittenOut = Callable[[Callable[..., Any], Eqn, Body], tuple[list[Eqn], list[Var]]]
@@ -26,10 +26,9 @@ WrittenOut = Callable[[Callable[..., Any], Eqn, Body], tuple[list[Eqn], list[Var
 _STAY = frozenset(
     ["debug_callback", "io_callback", "debug_print", "pure_callback", "optimization_barrier"]
 )
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # What only says how a value lies, or lays it out.
 _LAYOUT = frozenset(
-    ["annotation", "sharding_constraint", "convert_element_type", "reduce_precision", "transpose",
+    [*ANNOTATIONS, "convert_element_type", "reduce_precision", "transpose",
      "reshape", "squeeze"]
 )  # fmt: skip
 

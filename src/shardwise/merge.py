@@ -27,12 +27,12 @@ from jax import lax
 from shardwise.known import Known, as_moves
 from shardwise.ops.assemble import assemble_p
 from shardwise.ops.rotate import rotate_p
-from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.program import ANNOTATIONS, Body, Eqn, Lit, Var
 
 MAX_PIECES = 64
 
 # Equations that mean more than their result: annotations, and what has effects.
-_KEPT = frozenset(["annotation", "sharding_constraint", "optimization_barrier"])
+_KEPT = frozenset([*ANNOTATIONS, "optimization_barrier"])
 _UNARY = frozenset(["neg", "convert_element_type", "abs", "exp", "tanh", "logistic", "cos", "sin"])
 
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from shardwise.invariants import CHECKPOINTS
-from shardwise.program import Body, Eqn, Lit, Var
-
-ANNOTATIONS = ("annotation", "sharding_constraint")
+from shardwise.program import ANNOTATIONS, CHECKPOINTS, Body, Eqn, Lit, Var
 
 
 def addend(body: Body, carry: Var, out: Var) -> Var | None:

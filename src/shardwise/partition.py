@@ -37,8 +37,7 @@ from shardwise.ops.registry import (
     rules_of,
     run_local,
 )
-from shardwise.outward import ANNOTATIONS
-from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.program import ANNOTATIONS, Body, Eqn, Lit, Var
 from shardwise.reshard import emit_reshard, reshard_bytes
 from shardwise.sharding import Sharding
 from shardwise.share import work

@@ -28,7 +28,7 @@ from shardwise.explain import text
 from shardwise.mesh import MeshAxes
 from shardwise.notes import Fallback, Note
 from shardwise.partition import Partitioner
-from shardwise.program import Body, Eqn, Var
+from shardwise.program import ANNOTATIONS, Body, Eqn, Var
 from shardwise.regions import regions_of
 from shardwise.repeats import Call
 from shardwise.resolve import from_constraint_params, resolve
@@ -247,7 +247,7 @@ def annotated(body: Body, mesh: Any) -> dict[Eqn, Given]:
     for eqn in body.eqns:
         for sub in eqn.bodies:
             out.update(annotated(sub, mesh))
-        if eqn.name not in ("annotation", "sharding_constraint"):
+        if eqn.name not in ANNOTATIONS:
             continue
         rank = eqn.outvars[0].rank
         if eqn.name == "annotation":

@@ -16,6 +16,10 @@ import numpy as np
 
 from shardwise import _jax
 
+ANNOTATIONS = ("annotation", "sharding_constraint")
+"""Identities that say how a value lies."""
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+
 
 class Var:
     """One value of the program: its shape, dtype and, for arguments, the user's name for it."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.program import Body, Eqn, Lit, Var
+from shardwise.program import ANNOTATIONS, Body, Eqn, Lit, Var
 
 # Effects, and annotations: each says something at its place.
 _APART = frozenset(
-    ["annotation", "sharding_constraint", "debug_callback", "io_callback", "debug_print",
+    [*ANNOTATIONS, "debug_callback", "io_callback", "debug_print",
      "pure_callback", "optimization_barrier", "inspect_sharding", "dce_sink", "rng_uniform"]
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardwise import _jax
-from shardwise.program import Body, Lit, Var
+from shardwise.program import ANNOTATIONS, CHECKPOINTS, Body, Lit, Var
 
 
 def tracing() -> bool:
@@ -55,9 +55,9 @@ def read_as(body: Body, v: Var) -> Any | None:
         for i, operand in enumerate(eqn.invars):
             if operand is not v or isinstance(operand, Lit):
                 continue
-            if eqn.name in ("annotation", "sharding_constraint"):
+            if eqn.name in ANNOTATIONS:
                 found.add(read_as(body, eqn.outvars[0]))
-            elif eqn.name in ("checkpoint", "remat", "remat2"):
+            elif eqn.name in CHECKPOINTS:
                 found.add(read_as(eqn.bodies[0], eqn.bodies[0].invars[i]))
             elif eqn.name == "convert_element_type":
                 found.add(jnp.dtype(eqn.params["new_dtype"]))

@@ -60,8 +60,9 @@ def test_two_processes(tmp_path, monkeypatch, capfd):
     assert lines_of(tmp_path / "killed") == two
 
 
-def test_without_a_launcher_the_coordinator_misses_a_heartbeat(tmp_path, monkeypatch):
-    """Processes on machines of their own: one is killed, and the other ends with an error."""
+def test_without_a_launcher_a_dead_process_ends_the_others(tmp_path, monkeypatch):
+    """Processes on machines of their own: one is killed, and the other ends with an error within a minute,
+    by the connection that broke or the heartbeat that it misses."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("count=8", "count=2"))
     monkeypatch.setenv(distributed.COORDINATOR, f"127.0.0.1:{distributed._free_port()}")
     monkeypatch.setenv(distributed.PROCESSES, "2")

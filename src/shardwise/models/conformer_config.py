@@ -26,8 +26,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardwise.errors import ShardingError
 from shardwise.models.paper import Row
+from shardwise.nn.strategies import spec_of
 
 Array = jax.Array
 Shard = Callable[[Array, str], Array]
@@ -201,14 +201,7 @@ def spec(strategy: str, tensor: str, axes: tuple[str, ...] = ("x", "y")) -> P | 
     Raises:
       ShardingError: no such strategy.
     """
-    if strategy not in STRATEGIES:
-        raise ShardingError(
-            f"unknown strategy {strategy!r}",
-            facts=f"strategies are {', '.join(sorted(STRATEGIES))}",
-            hint="see STRATEGIES for what each one splits",
-        )
-    dims = STRATEGIES[strategy].get(tensor)
-    return None if dims is None else P(*(None if d < 0 else axes[d] for d in dims))
+    return spec_of(STRATEGIES, strategy, tensor, axes)
 
 
 def sharder(annotate: Annotate, strategy: str, axes: tuple[str, ...] = ("x", "y")) -> Shard:

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardwise.errors import ShardingError
 from shardwise.models.paper import Row
 from shardwise.nn import encoder_decoder_layers as blocks
 from shardwise.nn import moe
 from shardwise.nn.attention import causal
 from shardwise.nn.encoder_decoder_config import TranslationConfig, X, Y
+from shardwise.nn.strategies import descend, spec_of
 from shardwise.nn.transformer import (
     Annotate,
     Array,
@@ -97,14 +97,7 @@ def spec(strategy: str, tensor: str, axes: tuple[str, ...] = ("x", "y")) -> P | 
     Raises:
       ShardingError: no such strategy.
     """
-    if strategy not in STRATEGIES:
-        raise ShardingError(
-            f"unknown strategy {strategy!r}",
-            facts=f"strategies are {', '.join(sorted(STRATEGIES))}",
-            hint="see STRATEGIES for what each one splits",
-        )
-    dims = STRATEGIES[strategy].get(tensor)
-    return None if dims is None else P(*(None if d < 0 else axes[d] for d in dims))
+    return spec_of(STRATEGIES, strategy, tensor, axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +183,7 @@ def sgd_step(
     def objective(params: Params) -> Array:
         return loss(config, params, tokens, jax.random.key(seed), annotate, strategy, axes)
 
-    value, grads = jax.value_and_grad(objective)(params)
-    return jax.tree.map(lambda w, g: w - rate * g, params, grads), value
+    return descend(objective, params, rate)
 
 
 def parameter_specs(

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise.models.paper import Row
 from shardwise.nn import transformer
+from shardwise.nn.strategies import descend
 from shardwise.nn.transformer import (
     LAYER_TENSORS,
     Annotate,
@@ -149,7 +150,7 @@ def sharders(
         return annotate(value, spec(strategy, tensor, (x, y)))
 
     def outside(value: Array, tensor: str) -> Array:
-        return annotate(value, spec(strategy, tensor, (batch, y)))  # pyright: ignore
+        return annotate(value, spec(strategy, tensor, (batch, y)))
 
     return inside, outside
 
@@ -166,7 +167,7 @@ def parameter_specs(
     layers = {n: P(lead, *spec(strategy, n, (x, y))) for n in WEIGHTS}
     layers |= {"attention_norm": P(lead), "ffn_norm": P(lead)}
     batch = (l, x) if config.pipeline else x
-    table = spec(strategy, "embedding", (batch, y))  # pyright: ignore
+    table = spec(strategy, "embedding", (batch, y))
     out = {"embedding": table, "layers": layers, "norm": P()}
     return out if config.layers.tied else out | {"unembedding": table}
 
@@ -185,8 +186,7 @@ def sgd_step(
     def objective(params: Params) -> Array:
         return loss(config, params, tokens, annotate, strategy, axes)
 
-    value, grads = jax.value_and_grad(objective)(params)
-    return jax.tree.map(lambda w, g: w - rate * g, params, grads), value
+    return descend(objective, params, rate)
 
 
 # ---- the paper's ---------------------------------------------------------------------------------

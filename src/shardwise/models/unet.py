@@ -41,6 +41,7 @@ from shardwise.models.unet_config import (
     sharder,
     spec,
 )
+from shardwise.nn.strategies import descend
 
 __all__ = [
     "PAPER",
@@ -292,5 +293,4 @@ def sgd_step(
 ) -> tuple[Params, Array]:
     """One step of plain gradient descent: (new parameters, loss before the step)."""
     objective = functools.partial(loss, config, batch=batch, shard=shard)
-    value, grads = jax.value_and_grad(objective)(params)
-    return jax.tree.map(lambda w, g: w - rate * g, params, grads), value
+    return descend(objective, params, rate)

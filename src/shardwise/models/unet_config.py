@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardwise.errors import ShardingError
 from shardwise.models.paper import Row
+from shardwise.nn.strategies import spec_of
 
 Array = jax.Array
 Shard = Callable[[Array, str], Array]
@@ -111,24 +111,7 @@ def spec(strategy: str, tensor: str, axes: tuple[str, ...] = ("x", "y", "z")) ->
     Raises:
       ShardingError: no such strategy or tensor, or an axis without a name.
     """
-    if strategy not in STRATEGIES or tensor not in TENSORS:
-        raise ShardingError(
-            f"unknown strategy {strategy!r}"
-            if strategy not in STRATEGIES
-            else f"unknown tensor {tensor!r}",
-            facts=f"strategies are {', '.join(sorted(STRATEGIES))}; tensors {', '.join(TENSORS)}",
-            hint="see STRATEGIES for what each one splits",
-        )
-    dims = STRATEGIES[strategy].get(tensor)
-    if dims is None:
-        return None
-    if max(dims) >= len(axes):
-        raise ShardingError(
-            f"strategy {strategy!r} splits over {max(dims) + 1} mesh axes",
-            facts=f"given the names {', '.join(map(repr, axes))}",
-            hint="give axes=, with '' for an axis that the mesh has not",
-        )
-    return P(*(None if d < 0 else axes[d] or None for d in dims))
+    return spec_of(STRATEGIES, strategy, tensor, axes, TENSORS)
 
 
 def identity(value: Array, name: str) -> Array:

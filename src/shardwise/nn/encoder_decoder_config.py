@@ -10,9 +10,9 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from shardwise.errors import ShardingError
 from shardwise.nn import moe
 from shardwise.nn.gating import GatingConfig
+from shardwise.nn.strategies import spec_of
 
 X, Y = 0, 1  # mesh axes: X holds batch, groups and experts; Y heads and hidden units
 
@@ -151,11 +151,4 @@ def spec(strategy: str, tensor: str, axes: tuple[str, ...] = ("x", "y")) -> P | 
     Raises:
       ShardingError: no such strategy.
     """
-    if strategy not in STRATEGIES:
-        raise ShardingError(
-            f"unknown strategy {strategy!r}",
-            facts=f"strategies are {', '.join(sorted(STRATEGIES))}",
-            hint="see STRATEGIES for what each one splits",
-        )
-    dims = STRATEGIES[strategy].get(tensor)
-    return None if dims is None else P(*(None if d < 0 else axes[d] for d in dims))
+    return spec_of(STRATEGIES, strategy, tensor, axes)

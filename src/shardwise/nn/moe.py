@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardwise.errors import ShardingError
 from shardwise.manual import axis_names, blocks_along, manual
 from shardwise.nn import gating
 from shardwise.nn.gating import GatingConfig, GatingStats, Routing
+from shardwise.nn.strategies import spec_of
 
 Array = jax.Array
 Params = dict[str, Array]
@@ -105,16 +105,7 @@ def spec(strategy: str, tensor: str, axes: tuple[str, ...] = ("x", "y")) -> P | 
     Raises:
       ShardingError: no such strategy or tensor.
     """
-    if strategy not in STRATEGIES or tensor not in TENSORS:
-        raise ShardingError(
-            f"unknown strategy {strategy!r}"
-            if strategy not in STRATEGIES
-            else f"unknown tensor {tensor!r}",
-            facts=f"strategies are {', '.join(sorted(STRATEGIES))}; tensors {', '.join(TENSORS)}",
-            hint="see STRATEGIES for what each one splits",
-        )
-    dims = STRATEGIES[strategy].get(tensor)
-    return None if dims is None else P(*(None if d < 0 else axes[d] for d in dims))
+    return spec_of(STRATEGIES, strategy, tensor, axes, TENSORS)
 
 
 def identity(value: Array, name: str) -> Array:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardwise.errors import ShardingError
+from shardwise.nn.strategies import Axes, descend, spec_of
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -78,6 +78,7 @@ STRATEGIES: dict[str, dict[str, tuple[int, ...]]] = {
 
 LAYER_TENSORS = ("w_qkv", "w_o", "w_in", "w_out", "bsm", "bsnd", "bsh")
 """The seven tensors of a layer that carry an annotation."""
+TENSORS = (*LAYER_TENSORS, "embedding", "logits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +125,13 @@ class TransformerConfig:
         return self.head_dim or self.model // self.heads
 
 
-def spec(strategy: str, tensor: str, axes: tuple[str, str] = ("x", "y")) -> P:
+def spec(strategy: str, tensor: str, axes: Axes = ("x", "y")) -> P:
     """The annotation of a tensor under a strategy, with the mesh's names for X and Y.
 
     `w_qkv` and `bsnd` hold queries, keys and values in one array, so their specs start with None.
     """
-    if strategy not in STRATEGIES:
-        raise ShardingError(
-            f"unknown strategy {strategy!r}",
-            facts=f"strategies are {', '.join(sorted(STRATEGIES))}",
-            hint="see STRATEGIES for what each one splits",
-        )
-    dims = tuple(None if d < 0 else axes[d] for d in STRATEGIES[strategy][tensor])
-    return P(None, *dims) if tensor in ("w_qkv", "bsnd") else P(*dims)
+    found = spec_of(STRATEGIES, strategy, tensor, axes, TENSORS) or ()
+    return P(None, *found) if tensor in ("w_qkv", "bsnd") else P(*found)
 
 
 def identity(x: Array, spec: P) -> Array:
@@ -342,5 +337,4 @@ def sgd_step(
     def objective(params: Params) -> Array:
         return loss(config, params, tokens, annotate, strategy, axes)
 
-    value, grads = jax.value_and_grad(objective)(params)
-    return jax.tree.map(lambda w, g: w - rate * g, params, grads), value
+    return descend(objective, params, rate)
