@@ -101,10 +101,13 @@ def all_to_all(x: Any, atoms: Axes, dim: int = 0) -> Any:
     XLA's CPU compiler sends the parts as a tuple and takes it that all have one layout.  Where one of them
     became a constant, or took the layout of what it was computed from, it crashed, or read memory that
     nobody wrote.  Behind a barrier they are parts of one value.  For the same reason no dim is split
-    while another is joined: callers bring the parts to one dim.
+    while another is joined: callers bring the parts to one dim.  It makes a kernel of every part it cuts,
+    sooner where that is a run of numbers than where it is a block.
     """
     if _jax.tracing_platform() == "cpu":
         x = lax.optimization_barrier(x)
+        if math.prod(x.shape[:dim]) == 1:
+            return lax.all_to_all(x.reshape(-1), atoms, 0, 0, tiled=True).reshape(x.shape)
     return lax.all_to_all(x, atoms, dim, dim, tiled=True)
 
 
