@@ -45,21 +45,29 @@ def stacks(
 ) -> dict[Var, tuple[Var, int]]:
     """Stacks of an inner loop's results -> the carry that the stack is added to, and the dim of the carry
     that is the stack's first (vmap puts its own before it)."""
+    found_stacks = ((carries[i], _stack(body, term)) for i, term in found.items())
+    return {s[0]: (carry, s[1]) for carry, s in found_stacks if s is not None}
+
+
+def _stack(body: Body, term: Var) -> tuple[Var, int] | None:
+    """The stack of a scan's results that a value is, through checkpoints and a transposition that moves the
+    scan's dim only, and the dim that this is of the value."""
     producer = {o: e for e in body.eqns for o in e.outvars}
-    out = {}
-    for i, term in found.items():
-        eqn, dim = producer.get(term), 0
-        if eqn is not None and eqn.name == "transpose" and _read(body, eqn.invars[0]) == 1:
-            order = eqn.params["permutation"]
-            if [d for d in order if d] != sorted(d for d in order if d):
-                continue
-            term, dim = eqn.invars[0], order.index(0)
-            eqn = producer.get(term)
-        if eqn is None or eqn.name != "scan":
-            continue
-        if eqn.outvars.index(term) >= eqn.params["num_carry"]:
-            out[term] = carries[i], dim
-    return out
+    eqn, dim = producer.get(term), 0
+    if eqn is not None and eqn.name in CHECKPOINTS:
+        (inner,) = eqn.bodies
+        out = inner.outvars[eqn.outvars.index(term)]
+        alone = not isinstance(out, Lit) and _read(inner, out) == 1
+        return _stack(inner, out) if alone else None
+    if eqn is not None and eqn.name == "transpose" and _read(body, eqn.invars[0]) == 1:
+        order = eqn.params["permutation"]
+        if [d for d in order if d] != sorted(d for d in order if d):
+            return None
+        term, dim = eqn.invars[0], order.index(0)
+        eqn = producer.get(term)
+    if eqn is None or eqn.name != "scan" or eqn.outvars.index(term) < eqn.params["num_carry"]:
+        return None
+    return term, dim
 
 
 def announce(p: Partitioner, body: Body, found: Mapping[int, Var], steps: int) -> None:

@@ -246,8 +246,9 @@ class Spmd:
         results = self._out.flat(out_tree, body.outvars, _result_names(out_tree))
         given = self._given(call, avals, lie)
         plan = make_plan(
-            self.mesh, body, given, results, call.shown_tree, out_tree, call.names, self._limits
-        )
+            self.mesh, body, given, results, call.shown_tree, out_tree, call.names, self._limits,
+            call.donated,
+        )  # fmt: skip
         self._weak[plan] = weak
         return plan
 

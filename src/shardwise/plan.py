@@ -46,17 +46,20 @@ class Plan:
       names: what arguments are called, e.g. `params['wi']`.
       device_orders: values, and stand-ins of results, that the user asked for on devices in another
         order than the mesh's, with the device that is to hold the block of device i.
+      donated: whether each argument's buffer may be reused for a result.
     """
 
     def __init__(
         self, mesh: Any, body: Body, completion: Completion, in_tree: Any, out_tree: Any, names: Any,
         limits: Limits | None = None, device_orders: dict[Var, DeviceOrder] | None = None,
+        donated: Sequence[bool] = (),
     ):  # fmt: skip
         self.mesh, self.body, self.completion = mesh, body, completion
         self.axes: MeshAxes = completion.mesh
         self.in_tree, self.out_tree, self.names = in_tree, out_tree, names
         self.partitioner = Partitioner(completion, limits, {**HANDLERS, **fft_passes.HANDLERS})
         self.device_orders = device_orders or {}
+        self.donated = tuple(donated) or (False,) * len(body.invars)
 
     # -- shardings ---------------------------------------------------------------------------------
 
@@ -207,8 +210,11 @@ class Plan:
 
     @functools.cached_property
     def peak_memory(self) -> int:
-        """Bytes of one device: arguments and the largest set of values alive at once."""
-        return memory.peak_memory(self.jaxpr)
+        """Bytes of one device: arguments, results, and the largest set of values alive at once.
+
+        A result that fits into the buffer of a donated argument takes no room of its own.
+        """
+        return memory.peak_memory(self.jaxpr, list(itertools.compress(self.donated, self.passed)))
 
     # -- words -------------------------------------------------------------------------------------
 
@@ -263,6 +269,7 @@ def annotated(body: Body, mesh: Any) -> dict[Eqn, Given]:
 def make_plan(
     mesh: Any, body: Body, arguments: list[Given | None], results: list[Given | None],
     in_tree: Any, out_tree: Any, names: list[str], limits: Limits | None = None,
+    donated: Sequence[bool] = (),
 ) -> Plan:  # fmt: skip
     """Complete a captured program into a plan."""
     said = annotated(body, mesh)
@@ -274,4 +281,4 @@ def make_plan(
     for v, result, g in zip(body.outvars, completion.results, results, strict=True):
         asked[result] = g.device_order if g is not None else asked.get(v)
     orders = {v: order for v, order in asked.items() if order is not None}
-    return Plan(mesh, body, completion, in_tree, out_tree, names, limits, orders)
+    return Plan(mesh, body, completion, in_tree, out_tree, names, limits, orders, donated)

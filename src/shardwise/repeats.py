@@ -67,7 +67,9 @@ class Emitted:
 
 def run(p: Partitioner, eqn: Eqn, body: Body, values: Sequence[Value]) -> list[Value]:
     """Run the body of an equation on values; as a call where it repeats and each has one layout."""
-    if body.origin is None or any(len(v.variants) != 1 or v.asked is not None for v in values):
+    many = any(len(v.variants) != 1 or v.asked is not None for v in values)
+    adds = p.accumulators and any(v in p.accumulators for v in body.variables())
+    if body.origin is None or many or adds:
         return p.run(body, values)
     key = (body.origin, _situation(p, body), tuple((v.padded, v.first) for v in values))
     emitted = p.emitted.get(key)
