@@ -29,7 +29,7 @@ def test_arguments_results_and_what_lies_between():
 
 
 def test_a_device_holds_its_blocks():
-    f = lambda x: jnp.sin(jnp.cos(x))  # noqa: E731
+    f = lambda x: jnp.sin(jnp.cos(x))
     assert peak(f, f32, devices=4, in_shardings=P("x")) == 2 * ARRAY // 4
 
 
