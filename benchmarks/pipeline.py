@@ -30,14 +30,17 @@ MESHES = {
     "4x2x1": {"stage": 4, "data": 2, "model": 1},
 }
 SCHEDULES = {"gpipe": {}, "circular": {"schedule": "circular", "rounds": 2}}
+HELD = {"64 MiB": None, "nothing": 0}
+"""What a loop may hold so that weights are gathered and gradients reduced once: `spmd(loop_memory=)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A step: `schedule` of SCHEDULES, on S stages; `microbatches` of `rows` rows each."""
+    """A step: `schedule` of SCHEDULES, on S stages; `microbatches` of `rows` rows each; `held` of HELD."""
 
     schedule: str
     stages: int
+    held: str = "64 MiB"
     microbatches: int = 8
     rows: int = 4
 
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", choices=MESHES, help="one mesh, stage x data x model (default: all)"
     )
+    parser.add_argument("--held", choices=HELD, help="what a loop may hold (default: both)")
     parser.add_argument("--pairs", type=int, default=20, help="paired timing rounds (default 20)")
     parser.add_argument(
         "--compile-only", action="store_true", help="run nothing: bytes and memory as compiled"
@@ -58,7 +62,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         row
         for schedule in ([args.schedule] if args.schedule else SCHEDULES)
         for mesh in ([args.mesh] if args.mesh else MESHES)
-        for row in compare(schedule, mesh, 0 if args.compile_only else args.pairs)
+        for held in ([args.held] if args.held else HELD)
+        for row in compare(schedule, mesh, held, 0 if args.compile_only else args.pairs)
     ]
     table.show(
         f"pipelined Transformer training step, {CONFIG.layers} layers, {Setup('', 1).microbatches} "
@@ -98,17 +103,19 @@ def step(
 
 def partitioned(side: str, setup: Setup, mesh: Any) -> Any:
     if side == "shardwise":
-        return sw.spmd(functools.partial(step, setup, sw.annotate), mesh=mesh)
+        return sw.spmd(
+            functools.partial(step, setup, sw.annotate), mesh=mesh, loop_memory=HELD[setup.held]
+        )
     return jax.jit(functools.partial(step, setup, programs.jit_annotate(mesh)))
 
 
-def compare(schedule: str, mesh: str, pairs: int) -> list[dict[str, Any]]:
+def compare(schedule: str, mesh: str, held: str, pairs: int) -> list[dict[str, Any]]:
     """The rows of one schedule on one mesh; no `pairs`: of what needs no run."""
     devices = device_mesh(MESHES[mesh])
-    setup = Setup(schedule, MESHES[mesh]["stage"])
+    setup = Setup(schedule, MESHES[mesh]["stage"], held)
     sizes = CONFIG, setup.microbatches * setup.rows, SEQ
     steps = {side: partitioned(side, setup, devices) for side in SIDES}
-    label = {"schedule": schedule, "mesh": mesh}
+    label = {"schedule": schedule, "mesh": mesh, "held": held}
     if pairs:
         return beside(label, steps, programs.arguments(*sizes), pairs)
     values = programs.abstract_arguments(*sizes)

@@ -119,3 +119,37 @@ def test_what_computes_stays_in_the_inner_loop():
     step = sw.spmd(lambda ws, xs: ticks(run, ws, xs), mesh=sw.abstract_mesh(MESH))
     outer = next(e for e in step.plan(*arrays()).body.eqns if e.name == "scan")
     assert [e.name for e in outer.bodies[0].eqns].count("mul") == 0
+
+
+def test_the_gradient_of_a_layer_chosen_in_the_loop_is_added_to_the_sum_itself():
+    """As in a circular pipeline's rounds: no zeros for the layers that were not chosen, in no iteration."""
+    stages, ticks = 2, 4 * TICKS
+
+    def stage(ws: Any, h: Any, i: Any) -> Any:
+        return layer(lax.dynamic_index_in_dim(ws, i, 0, keepdims=False), h)
+
+    def loss(ws: Any, xs: Any) -> Any:
+        def step(h: Any, item: Any) -> Any:
+            x, i = item
+            return jax.vmap(stage)(ws, h + x, (i + jnp.arange(stages)) % LAYERS), None
+
+        return lax.scan(step, jnp.zeros_like(xs[0]), (xs, jnp.arange(ticks)))[0].sum()
+
+    ws, xs = arrays(stages)
+    specs = P(None, None, "x"), P(None, None, "x")
+    args = ws, np.tile(xs, (4, 1, 1, 1))
+    plan = check(jax.grad(loss), args, MESH, specs, specs[0], grad=False, tol=5e-2)
+    assert ("reduce-scatter", 1, stages * W * 7 / 8) in sent(plan)
+    assert made("scatter-add", plan.jaxpr) == [(stages, LAYERS, MODEL, MODEL)]
+    assert ws.shape not in made("broadcast_in_dim", plan.jaxpr)
+
+
+def made(name: str, jaxpr: Any, inside: bool = False) -> list[tuple[int, ...]]:
+    """Shapes of what equations of this name make in loops."""
+    out = []
+    for e in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if inside and e.primitive.name == name:
+            out += [v.aval.shape for v in e.outvars]
+        if (inner := e.params.get("jaxpr")) is not None:
+            out += made(name, inner, inside or e.primitive.name == "scan")
+    return out

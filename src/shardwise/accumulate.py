@@ -6,22 +6,24 @@ same sum.  A carry qualifies when the body only adds to it.  The price is memory
 split over the pending axes, so large accumulators that would be split stay inside (`Limits.room`).
 
 A term that is the stack of an inner loop's results, the gradients of a stage's layers, is never made: the
-inner loop adds each slice to the accumulator as it comes (`Value.onto`).
+inner loop adds each slice to the accumulator as it comes (`Value.onto`).  Nor is one that is rows added to
+zeros, the gradient of the layers of one round among those of all: they are added to the accumulator.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.ops.registry import rules_of
 from shardwise.outward import addend
-from shardwise.program import ANNOTATIONS, CHECKPOINTS, Body, Lit, Var
+from shardwise.program import ANNOTATIONS, CHECKPOINTS, Body, Eqn, Lit, Var
 from shardwise.sharding import Layout, Sharding
 from shardwise.value import Value
 
 if TYPE_CHECKING:
+    from shardwise.choose import Choice
     from shardwise.partition import Partitioner
 
 
@@ -44,14 +46,14 @@ def stacks(
     body: Body, carries: Sequence[Var], found: Mapping[int, Var]
 ) -> dict[Var, tuple[Var, int]]:
     """Stacks of an inner loop's results -> the carry that the stack is added to, and the dim of the carry
-    that is the stack's first (vmap puts its own before it)."""
-    found_stacks = ((carries[i], _stack(body, term)) for i, term in found.items())
-    return {s[0]: (carry, s[1]) for carry, s in found_stacks if s is not None}
+    that is the stack's first (vmap puts its own before it); and results of scatter-adds (dim 0)."""
+    made = ((carries[i], _stack(body, term)) for i, term in found.items())
+    return {m[0]: (carry, m[1]) for carry, m in made if m is not None}
 
 
 def _stack(body: Body, term: Var) -> tuple[Var, int] | None:
     """The stack of a scan's results that a value is, through checkpoints and a transposition that moves the
-    scan's dim only, and the dim that this is of the value."""
+    scan's dim only, and the dim that this is of the value; or the result of a scatter-add that it is."""
     producer = {o: e for e in body.eqns for o in e.outvars}
     eqn, dim = producer.get(term), 0
     if eqn is not None and eqn.name in CHECKPOINTS:
@@ -59,6 +61,8 @@ def _stack(body: Body, term: Var) -> tuple[Var, int] | None:
         out = inner.outvars[eqn.outvars.index(term)]
         alone = not isinstance(out, Lit) and _read(inner, out) == 1
         return _stack(inner, out) if alone else None
+    if eqn is not None and eqn.name == "scatter-add":
+        return term, 0
     if eqn is not None and eqn.name == "transpose" and _read(body, eqn.invars[0]) == 1:
         order = eqn.params["permutation"]
         if [d for d in order if d] != sorted(d for d in order if d):
@@ -68,6 +72,22 @@ def _stack(body: Body, term: Var) -> tuple[Var, int] | None:
     if eqn is None or eqn.name != "scan" or eqn.outvars.index(term) < eqn.params["num_carry"]:
         return None
     return term, dim
+
+
+def added_to(
+    p: Partitioner, eqn: Eqn, ins: Sequence[Value], choice: Choice
+) -> tuple[Var, Any] | None:
+    """The accumulator, and its block, that a scatter-add to zeros may add to instead, if that lies as the
+    zeros would."""
+    found = p.accumulators.get(eqn.outvars[0])
+    if found is None or eqn.name != "scatter-add" or not ins[0].zero:
+        return None
+    carry, value, _ = found
+    zeros, result = choice.ins[0], choice.outs[0]
+    alike = (zeros.sharding, zeros.padded) == (result.sharding, value.padded)
+    if not alike or result.padded != value.padded or value.free:
+        return None
+    return (carry, value.variants[s]) if (s := result.sharding) in value.variants else None
 
 
 def announce(p: Partitioner, body: Body, found: Mapping[int, Var], steps: int) -> None:

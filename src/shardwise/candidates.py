@@ -52,6 +52,7 @@ class Result(NamedTuple):
       wanted: the completed sharding, or its only reader's; `open`: nobody asked for one.
       terms: as a pending sum it is one of so many that are finished together (a loop adds them up), so
         finishing costs that part.
+      in_place: rows of the first operand become it where they lie; the others are not touched.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +61,7 @@ class Result(NamedTuple):
     wanted: Sharding
     open: bool = False
     terms: int = 1
+    in_place: bool = False
 
 
 def candidates(

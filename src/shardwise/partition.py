@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from shardwise import _jax
+from shardwise.accumulate import added_to
 from shardwise.candidates import Operand, Result
 from shardwise.choose import Choice, choose
 from shardwise.complete import Completion
@@ -237,18 +238,22 @@ class Partitioner:
             return [self.created(eqn, rules[0], ins, k) for k in range(len(eqn.outvars))]
         choice, second = self.choice(eqn, rules, ins)
         self.eqn_choices[eqn] = (choice, second)
-        xs = []
-        for v, var, layout in zip(ins, eqn.invars, choice.ins, strict=True):
+        target = added_to(self, eqn, ins, choice)
+        xs = [] if target is None else [target[1]]
+        for v, var, layout in list(zip(ins, eqn.invars, choice.ins, strict=True))[len(xs) :]:
             note = Note(eqn, "bring", var=var, choice=choice, runner_up=second)
             xs.append(self.get(v, layout.sharding, note))
         self.fallbacks += gathers(eqn, ins, rules, choice, self.mesh)
         received = received_in(ins, choice.ins)
         ctx = dataclasses.replace(choice.context(self.mesh), received=received)
         ys = self.local(eqn, ctx, xs, choice)
-        return [
+        outs = [
             Value(var, self.padded(var), {layout.sharding: y})
             for var, layout, y in zip(eqn.outvars, choice.outs, ys, strict=True)
         ]
+        if target is not None:
+            outs[0].onto = target[0]
+        return outs
 
     def local(
         self, eqn: Eqn, ctx: LocalContext, xs: Sequence[Any], choice: Choice | None = None
@@ -302,6 +307,7 @@ class Partitioner:
                 wanted=self.asked(v),
                 open=v not in self.completion.axes and v not in self.sole_reader,
                 terms=self.terms.get(v, 1),
+                in_place=eqn.name == "scatter-add" and v in self.terms and ins[0].zero,
             )
             for v in eqn.outvars
         )

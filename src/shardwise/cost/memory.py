@@ -123,7 +123,7 @@ def _in_place(body: Any, carry: Any, out: Any) -> bool:
         if e is None or reads[v] > 1:
             return False
         name = e.primitive.name
-        if name == "dynamic_update_slice":
+        if name == "dynamic_update_slice" or name.startswith("scatter"):
             return from_carry(e.invars[0])
         if name == "scan":
             (inner,) = subjaxprs(e)
