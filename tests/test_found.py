@@ -96,3 +96,13 @@ def test_a_convolution_cut_at_one_end_and_padded_at_the_other(spec):
     got = sw.spmd(f, mesh=sw.device_mesh({"x": 2}), in_shardings=(spec, None))(x, w)
     np.testing.assert_allclose(np.asarray(got), want, atol=1e-5)
     check(f, (x, w), {"x": 2}, (spec, None))
+
+
+def test_a_reshape_of_a_dim_that_is_padded_for_a_finer_split():
+    """6 over eight is stored as 8: over two of the eight, after a gather, in blocks of 4, not of 3."""
+
+    def f(x):
+        y = jnp.reshape(sw.annotate(x, P("x")), (2, 7, 6))
+        return sw.annotate(y, P(None, None, "x"))
+
+    check(f, (values((6, 7, 2), "float32", 0),), {"x": 8})

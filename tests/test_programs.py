@@ -97,6 +97,25 @@ def test_outcomes_are_told_apart(monkeypatch: pytest.MonkeyPatch):
         assert fuzz.outcome(fuzz.program_of(0))[0] == kind
 
 
+def test_rounding_is_told_from_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    """What differs from one device in float32 is wrong only if it does so in float64 too."""
+    wide_too = True
+
+    def differ(self: Program, wide: bool = False) -> None:
+        if not wide or wide_too:
+            raise CheckFailed("result: float32[3] differs from the one-device run")
+
+    monkeypatch.setattr(Program, "run", differ)
+    assert fuzz.outcome(fuzz.program_of(0))[0] == "wrong"
+    wide_too = False
+    assert fuzz.outcome(fuzz.program_of(0))[0] == "rounding"
+
+
+def test_an_ill_conditioned_program_is_right_in_float64():
+    """The gradient of this one, found by chance, magnifies the rounding of sums."""
+    assert fuzz.program_of(3).run(wide=True) is not None
+
+
 # --- the oracle ---------------------------------------------------------------------------------
 
 

@@ -128,7 +128,7 @@ def _leads(x: Array, dim: int) -> bool:
 
 
 def _slice(x: Array, before: Layout, after: Layout, mesh: MeshAxes) -> Array:
-    starts: list[Array | int] = [0] * x.ndim
+    starts: list[Array | np.int32] = [np.int32(0)] * x.ndim
     sizes = list(x.shape)
     for d, won in _minor(after, before).items():
         sizes[d] //= mesh.size(won)
@@ -302,12 +302,12 @@ def _exchange(x: Array, before: Layout, after: Layout, atoms: Axes, mesh: MeshAx
 
 def _starts(
     table: np.ndarray, device: Array, dims: Sequence[int], piece: Sequence[int]
-) -> list[Array | int]:
+) -> list[Array | np.int32]:
     """Where this device's piece of a round starts: `table` has its number per device and dim."""
     row = lax.dynamic_index_in_dim(
         jnp.asarray(table), device, keepdims=False, allow_negative_indices=False
     )
-    starts: list[Array | int] = [0] * len(piece)
+    starts: list[Array | np.int32] = [np.int32(0)] * len(piece)
     for i, d in enumerate(dims):
-        starts[d] = row[i] * piece[d]
+        starts[d] = lax.mul(row[i], np.int32(piece[d]))
     return starts

@@ -230,7 +230,7 @@ def _turn(
     ctx: LocalContext, eqn: Eqn, left: list[int], right: list[int]
 ) -> tuple[tuple[str, ...], int, Regrouping | None] | None:
     """How a unit's split is moved to another of its dims: atoms, elements of a run, the plan (or None
-    where it would be too long)."""
+    where it would be too long, or a dim has padding)."""
     kind, *dims = ctx.rule.variant.split()
     if kind != TURNED or int(dims[0]) not in left:
         return None
@@ -239,6 +239,8 @@ def _turn(
     if not atoms:
         return None
     src, dst = eqn.invars[0].shape, eqn.outvars[0].shape
+    if ctx.ins[0].padded[i] != src[i] or ctx.outs[0].padded[j] != dst[j]:
+        return atoms, 0, None
     plan = plan_turn(
         tuple(src[d] for d in left), left.index(i),
         tuple(dst[d] for d in right), right.index(j), ctx.mesh.size(atoms),

@@ -181,8 +181,9 @@ class _Ring:
         grow = [(0, m - n, 0) for n, m in zip(x.shape, self.whole(x.shape, factors), strict=True)]
         return lax.pad(x, jnp.zeros((), x.dtype), grow) if any(g[1] for g in grow) else x
 
-    def start(self, factors: Factors, at: Block) -> list[Array | int]:
-        return [at[f] * self.lengths[f] if f in at else 0 for f in factors]
+    def start(self, factors: Factors, at: Block) -> list[Any]:
+        zero = np.int32(0)
+        return [lax.mul(at[f], np.int32(self.lengths[f])) if f in at else zero for f in factors]
 
     def cut(self, x: Array, factors: Factors, at: Block) -> Array:
         """The part of `x` that belongs to a block."""

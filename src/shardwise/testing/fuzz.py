@@ -40,13 +40,15 @@ class Failure:
 
 @dataclasses.dataclass
 class Run:
-    """What a run found: programs checked, those skipped, how often each operation was in one."""
+    """What a run found: programs checked, those skipped, how often each operation was in one; the seeds of
+    those that differ in float32 by rounding only."""
 
     count: int = 0
     skipped: int = 0
     seconds: float = 0.0
     used: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     fallbacks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    rounding: list[int] = dataclasses.field(default_factory=list)
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
@@ -55,30 +57,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60, help="for how long (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of the first program (default 0)")
     parser.add_argument("--steps", type=int, default=8, help="operations in a program, at most")
+    parser.add_argument("--x64", action="store_true", help="with jax_enable_x64, in float64")
     parser.add_argument("--count", type=int, help="stop after so many programs")
     args = parser.parse_args(argv)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
     from shardwise.demo import devices
 
     devices.start(8)
-    return report(fuzz(args.seconds, args.seed, args.steps, args.count))
+    return report(fuzz(args.seconds, args.seed, args.steps, args.count, args.x64))
 
 
-def fuzz(seconds: float, seed: int, steps: int = 8, count: int | None = None) -> Run:
-    """Check programs from consecutive seeds."""
+def fuzz(
+    seconds: float, seed: int, steps: int = 8, count: int | None = None, x64: bool = False
+) -> Run:
+    """Check programs from consecutive seeds; `x64`: in float64, with `jax_enable_x64`."""
     start = time.monotonic()
     run, at = Run(), seed
     while time.monotonic() < start + seconds and (count is None or at < seed + count):
         program = program_of(at, steps)
-        kind, fault = outcome(program, run)
+        kind, fault = outcome(program, run, x64)
         if kind == "skipped":
             run.skipped += 1
         else:
             run.count += 1
             run.used.update(set(program.used))
+        if kind == "rounding":
+            run.rounding.append(at)
         if kind in ("wrong", "copies", "bytes", "crash"):
             print(f"seed {at}: {kind}: {fault[:300]}", flush=True)
-            run.failures.append(Failure(at, smaller(program, kind).text(), kind, fault))
+            run.failures.append(Failure(at, smaller(program, kind, x64).text(), kind, fault))
         if at % 50 == 49:
             _forget()
         at += 1
@@ -101,15 +108,21 @@ def program_of(seed: int, steps: int = 8) -> Any:
     return random_program(lambda options: options[int(rng.integers(len(options)))], steps)
 
 
-def outcome(program: Any, run: Run | None = None) -> tuple[str, str]:
-    """(what became of it, what was said): "right", "wrong", "copies", "bytes", "crash", "skipped"."""
+def outcome(program: Any, run: Run | None = None, x64: bool = False) -> tuple[str, str]:
+    """(what became of it, what was said): "right", "wrong", "copies", "bytes", "crash", "skipped".
+
+    "rounding": results differ in float32, as sums are added up in another order, and not in float64.
+    """
     from shardwise.testing.check import CheckFailed, Reference
 
     try:
-        plan = program.run()
+        plan = program.run(wide=True) if x64 else program.run()
     except CheckFailed as e:
         text = str(e)
         kind = "copies" if "hold different copies" in text else "wrong"
+        differs = "differs from the one-device run" in text and not x64
+        if kind == "wrong" and differs and _right_in_float64(program):
+            kind = "rounding"
         return "bytes" if text.startswith("the compiled program sends") else kind, text
     except Reference as e:
         return "skipped", str(e)
@@ -120,7 +133,15 @@ def outcome(program: Any, run: Run | None = None) -> tuple[str, str]:
     return "right", ""
 
 
-def smaller(program: Any, kind: str, attempts: int = 30) -> Any:
+def _right_in_float64(program: Any) -> bool:
+    try:
+        program.run(wide=True)
+    except Exception:  # wrong there too, or nothing for float64
+        return False
+    return True
+
+
+def smaller(program: Any, kind: str, x64: bool = False, attempts: int = 30) -> Any:
     """A smaller program that fails in the same way: fewer lines, fewer specs."""
     best = program
     for change in _changes(program):
@@ -130,7 +151,7 @@ def smaller(program: Any, kind: str, attempts: int = 30) -> Any:
         if candidate is None:
             continue
         attempts -= 1
-        if outcome(candidate)[0] == kind:
+        if outcome(candidate, x64=x64)[0] == kind:
             best = candidate
     return best
 
@@ -167,6 +188,8 @@ def report(run: Run) -> int:
     kinds = collections.Counter(f.kind for f in run.failures)
     counts = ", ".join(f"{kinds[k]} {k}" for k in ("wrong", "copies", "bytes", "crash"))
     print(f"{run.count} programs ({run.skipped} skipped), {run.seconds:.0f} s: {counts}")
+    if run.rounding:
+        print(f"differ in float32, equal in float64: seeds {', '.join(map(str, run.rounding))}")
     if run.fallbacks:
         found = ", ".join(f"{op} {n}" for op, n in run.fallbacks.most_common())
         print(f"fell back, and said so: {found}")

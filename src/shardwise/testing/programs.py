@@ -11,6 +11,7 @@ their gradients, comparisons) is applied to *exact* values only, moved but not c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 from collections.abc import Callable, Sequence
@@ -70,12 +71,12 @@ class Program:
         lines = [f"    {line}" for line in self.lines]
         return "\n".join([f"def f({names}):", *lines, f"    return {', '.join(self.results)}"])
 
-    def call(self) -> str:
+    def call(self, tol: float = 1e-4) -> str:
         values = [f"values({a.shape}, {a.dtype!r}, {i})" for i, a in enumerate(self.args)]
         return (
             f"check(f, ({', '.join(values)},), {self.mesh},\n"
             f"      in_shardings=({', '.join(self.in_specs)},),\n"
-            f"      out_shardings={self._out()}, tol=1e-4,\n"
+            f"      out_shardings={self._out()}, tol={tol},\n"
             f"      grad={self.grad}, together=True, wire='at most')"
         )
 
@@ -86,14 +87,21 @@ class Program:
         """The program as a script."""
         return f"{_HEADER}\n\n{self.function()}\n\n\n{self.call()}\n"
 
-    def run(self) -> Any:
+    def run(self, wide: bool = False) -> Any:
         """Check it: one device against many, values and gradients.  Raises what `check` raises.
+
+        Args:
+          wide: in float64, and closer: what only rounding made different is equal then.
 
         Returns:
           the plan.
         """
         scope = dict(_NAMES)
-        exec(compile(f"{self.function()}\nplan = {self.call()}", "<program>", "exec"), scope)
+        if wide:
+            scope["values"] = _wide_values
+        text = f"{self.function()}\nplan = {self.call(1e-6 if wide else 1e-4)}"
+        with jax.enable_x64(True) if wide else contextlib.nullcontext():
+            exec(compile(text, "<program>", "exec"), scope)
         return scope["plan"]
 
 
@@ -114,6 +122,11 @@ def values(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
     if dtype == "bool":
         return np.asarray(rng.integers(0, 2, shape), bool)
     return np.asarray(rng.integers(-2, 5, shape), np.int32)
+
+
+def _wide_values(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+    x = values(shape, dtype, seed)
+    return x.astype(np.float64) if dtype == "float32" else x
 
 
 # What a program's text may name; of `sw` it uses `annotate` only.

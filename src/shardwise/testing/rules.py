@@ -10,6 +10,7 @@ claims too little shows as well.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from shardwise.candidates import Operand, Result, fits
 from shardwise.capture import capture
 from shardwise.factors import Assignment, FactorRule, assignment_fits
 from shardwise.mesh import MeshAxes, device_mesh
-from shardwise.ops.registry import LocalContext, layouts_for, rules_of, run_local
+from shardwise.ops.registry import LocalContext, comm_bytes, layouts_for, rules_of, run_local
 from shardwise.program import Body, Eqn, Lit, Var
 from shardwise.sharding import Layout, Sharding, device_coordinates, padded_size
 
@@ -116,12 +118,14 @@ def run_blocks(
     return [[o[d] for d in range(mesh.device_count)] for o in outs]
 
 
-def _pads(rule: FactorRule, eqn: Eqn, assignment: Assignment, mesh: MeshAxes) -> Any:
+def _pads(
+    rule: FactorRule, eqn: Eqn, assignment: Assignment, mesh: MeshAxes, spare: int = 1
+) -> Any:
     def shapes(values: Sequence[Var], dims: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         out = []
         for v, ds in zip(values, dims, strict=True):
             padded = tuple(
-                padded_size(s, [mesh.size(a for f in fs for a in assignment.get(f, ()))])
+                padded_size(s, [mesh.size(a for f in fs for a in assignment.get(f, ())), spare])
                 for s, fs in zip(v.shape, ds, strict=True)
             )
             out.append((v.shape, padded))
@@ -130,9 +134,11 @@ def _pads(rule: FactorRule, eqn: Eqn, assignment: Assignment, mesh: MeshAxes) ->
     return shapes(eqn.invars, rule.operands), shapes(eqn.outvars, rule.results)
 
 
-def context_of(eqn: Eqn, rule: FactorRule, assignment: Assignment, mesh: MeshAxes) -> LocalContext:
+def context_of(
+    eqn: Eqn, rule: FactorRule, assignment: Assignment, mesh: MeshAxes, spare: int = 1
+) -> LocalContext:
     """What local code knows of an equation under an assignment."""
-    ins, outs = _pads(rule, eqn, assignment, mesh)
+    ins, outs = _pads(rule, eqn, assignment, mesh, spare)
     return LocalContext(
         mesh, rule, assignment,
         layouts_for(rule, assignment, ins, "operands", mesh),
@@ -148,9 +154,10 @@ def check_assignment(
     want: Sequence[np.ndarray],
     mesh: MeshAxes,
     tol: float = 1e-5,
+    spare: int = 1,
 ) -> str:
     """'' when every device's block is right under this assignment, else what is wrong."""
-    ctx = context_of(eqn, rule, assignment, mesh)
+    ctx = context_of(eqn, rule, assignment, mesh, spare)
     words = [plain(a) for a in args]
     blocks = [
         [block(w, _of_words(lay, a), d, mesh, junk(w.dtype)) for d in range(mesh.device_count)]
@@ -221,6 +228,7 @@ def check_rule(
     tol: float = 1e-5,
     limit: int | None = None,
     merged: bool = False,
+    spare: int = 1,
 ) -> dict[str, list[str]]:
     """Brute-force one equation of `fn(*args)`.
 
@@ -231,6 +239,8 @@ def check_rule(
       mesh: axes and sizes; the devices must exist.
       limit: try at most so many assignments per rule, spread evenly, the most split one among them.
       merged: for primitives that are not JAX's own: moves are merged first.
+      spare: dims are padded to a multiple of this too, as where the program splits them so elsewhere;
+        what no layout with such padding is chosen for is left out.
 
     Returns:
       {"wrong": [...], "splits": [...]}: what failed, and which splits the rules allow.
@@ -248,16 +258,25 @@ def check_rule(
         todo = list(assignments(r, axes))
         if limit and len(todo) > limit:
             todo = todo[::-1][:: -(-len(todo) // limit)]
-        for a in todo:
+        for a in todo if spare == 1 else (a for a in todo if _chosen(eqn, r, a, axes, spare)):
             name = f"{eqn.name} {r} {r.variant} {a}"
             splits.append(name)
             try:
-                error = check_assignment(eqn, r, a, values, want, axes, tol)
+                error = check_assignment(eqn, r, a, values, want, axes, tol, spare)
             except Exception as e:
                 error = f"{type(e).__name__}: {e}"
             if error:
                 wrong.append(f"{name}: {error}")
     return {"wrong": wrong, "splits": splits}
+
+
+def _chosen(eqn: Eqn, rule: FactorRule, a: Assignment, mesh: MeshAxes, spare: int) -> bool:
+    """Whether a layout could be chosen where dims have so much padding."""
+    ins, outs = _pads(rule, eqn, a, mesh, spare)
+    operands = [Operand(shape, padded, 1, ()) for shape, padded in ins]
+    results = [Result(shape, padded, 1, Sharding.replicated(len(shape))) for shape, padded in outs]
+    ctx = context_of(eqn, rule, a, mesh, spare)
+    return fits(rule, a, operands, results, mesh) and comm_bytes(ctx, eqn) < math.inf
 
 
 def _operand_values(eqn: Eqn, body: Body, args: Sequence[np.ndarray]) -> list[np.ndarray]:
