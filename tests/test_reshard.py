@@ -99,6 +99,13 @@ def test_other_dtypes(dtype):
     check(random.Random(2).sample(pairs, 12), X4Y2, dtype)
 
 
+def test_with_64_bits_enabled():
+    """Python's integers are int64 then, and places in blocks int32: they must not meet."""
+    pairs = all_pairs(X4Y2, (5, 4), (8, 4))
+    with jax.enable_x64(True):
+        check(random.Random(3).sample(pairs, 24), X4Y2, np.float64)
+
+
 def test_complex_prod_and_bool_moves():
     src = even((8,), spread(X4Y2, "", partial="xy", op="prod"))
     check([(src, spread(X4Y2, "")), (src, spread(X4Y2, "x"))], X4Y2, np.complex64)

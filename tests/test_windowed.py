@@ -110,6 +110,18 @@ def test_uneven_dims(name, mesh):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_with_64_bits_enabled(name):
+    (spec, a, b, *ins, out), _ = CASES[name]
+    args = tuple(x.astype(np.float64) for x in arrays(a, b))
+    with jax.enable_x64(True):
+        plan = check(
+            lambda a, b: jnp.einsum(spec, a, b), args, {"x": 3}, tuple(ins), out, grad=False,
+            tol=1e-12, windowed_einsum=0,
+        )  # fmt: skip
+        assert windows(plan)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_whole_value_never_exists(name):
     """No value of the gathered operand's, or of the unsummed result's, local shape; less memory."""
     (spec, a, b, *ins, out), operand = CASES[name]
