@@ -30,8 +30,8 @@ many TPU v3 cores. All figures are of one core and one step.
   include those that `sw.pipeline` makes by itself.
 - *collectives a layer*: how many run in a step, divided by the layers (in a pipeline a layer runs once a
   tick, bubbles too), and the bytes one core sends for them.
-- *plan GiB* is the plan's own estimate: an upper one where loops carry much (`cost/memory.py`). *TPU GiB*
-  is all that the compiler allocates (in brackets what is alive at once); a core has 15.48.
+- *plan GiB* is the plan's own count of what is alive at once (`cost/memory.py`), made without the compiler.
+  *TPU GiB* is all that the compiler allocates, and in brackets what it has alive at once; a core has 15.48.
 - *jax.jit* gets the same function, annotations and argument shardings; of a pipeline, this package's
   wrapper. *compile s* is from CPU cores busy with other work: not a comparison.
 - *paper GB* as printed, where it is. The paper's FLOPs and times were measured on programs whose sizes it
