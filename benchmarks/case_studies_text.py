@@ -132,6 +132,8 @@ def _losses(cases: Sequence[Case], saved: dict[str, Any]) -> str:
         for key, unit in figures.items():
             if key in a and key in b and a[key] > 1.005 * b[key]:
                 lines.append(f"- {c.row}: {a[key]:.2f} {unit} against jax.jit's {b[key]:.2f}")
+        if "refused" in a:
+            lines.append(f"- {c.row}: does not fit, and is refused; of jax.jit: {_memory(b)}")
         if not a and found.get("plan", {}).get("memory GiB", 0) > LIMIT:
             planned = found["plan"]["memory GiB"]
             lines.append(f"- {c.row}: the plan estimates {planned:.1f} GiB, and a core has {LIMIT}")
