@@ -33,7 +33,7 @@ def programs(draw: Callable[..., Any]) -> Program:
     return random_program(lambda options: draw(st.sampled_from(list(options))))
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(programs())
 def test_random_programs(program: Program):
     hypothesis.note(program.text())

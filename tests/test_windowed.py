@@ -109,7 +109,7 @@ def test_uneven_dims(name, mesh):
     assert windows(plan)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["columns", "scatter"])
 def test_with_64_bits_enabled(name):
     (spec, a, b, *ins, out), _ = CASES[name]
     args = tuple(x.astype(np.float64) for x in arrays(a, b))

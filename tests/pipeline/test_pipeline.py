@@ -20,9 +20,7 @@ from tests.pipeline.stacks import expected, same
 MESHES = [
     {"data": 2, "model": 2, "stage": 2},
     {"stage": 4, "data": 2, "model": 1},
-    {"stage": 4, "data": 1, "model": 2},
     {"stage": 2, "data": 4, "model": 1},
-    {"stage": 2, "data": 1, "model": 4},
     {"stage": 3, "data": 1, "model": 2},
 ]
 
@@ -37,15 +35,30 @@ def step(**options: Any) -> Any:
     return jax.value_and_grad(functools.partial(loss, **options), (0, 1))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(("schedule", "rounds"), [("gpipe", None), ("circular", 2)])
-def test_loss_and_gradients_are_those_of_the_plain_model(mesh, schedule, rounds):
+SCHEDULES = [("gpipe", None), ("circular", 2)]
+
+
+@pytest.fixture(scope="module")
+def plain_model() -> Any:
+    """Parameters, a batch, and what the unpipelined model makes of them on one device."""
     params, x = stacks.params(8), stacks.batch()
+    return params, x, expected(params, x)
+
+
+@pytest.mark.parametrize(("schedule", "rounds"), SCHEDULES)
+def test_on_one_device(plain_model, schedule, rounds):
+    params, x, want = plain_model
+    f = step(num_stages=4, num_microbatches=4, schedule=schedule, rounds=rounds, remat=True)
+    same(jax.jit(f)(params, x), want)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("schedule", "rounds"), SCHEDULES)
+def test_loss_and_gradients_are_those_of_the_plain_model(plain_model, mesh, schedule, rounds):
+    params, x, want = plain_model
     f = step(
         num_stages=mesh["stage"], num_microbatches=4, schedule=schedule, rounds=rounds, remat=True
     )
-    want = expected(params, x)
-    same(jax.jit(f)(params, x), want)
     g = sw.spmd(f, mesh=sw.device_mesh(mesh))
     same(g(params, x), want)
     plan = g.plan(params, x)
