@@ -45,8 +45,9 @@ def sums(
 def stacks(
     body: Body, carries: Sequence[Var], found: Mapping[int, Var]
 ) -> dict[Var, tuple[Var, int]]:
-    """Stacks of an inner loop's results -> the carry that the stack is added to, and the dim of the carry
-    that is the stack's first (vmap puts its own before it); and results of scatter-adds (dim 0)."""
+    """Terms that need not be made -> the carry to add to instead: stacks of an inner loop's results, with
+    the dim of the carry that is the stack's first (vmap puts its own before it); scatter-adds (0).
+    """
     made = ((carries[i], _stack(body, term)) for i, term in found.items())
     return {m[0]: (carry, m[1]) for carry, m in made if m is not None}
 

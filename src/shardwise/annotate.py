@@ -118,7 +118,10 @@ def annotate(x: Any, spec: Any) -> Any:
       (8, 4)
     """
     source = _jax.current_source()
-    is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding))  # noqa: E731
+
+    def is_leaf(s: Any) -> bool:
+        return s is None or isinstance(s, (PartitionSpec, NamedSharding))
+
     for s in jax.tree.leaves(spec, is_leaf=is_leaf):
         if not is_leaf(s):
             raise ShardingError(

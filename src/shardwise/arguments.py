@@ -162,7 +162,10 @@ class Call:
     @functools.cached_property
     def names(self) -> list[str]:
         """For each leaf the user's name for it: `params['wi']`."""
-        name = lambda at: at if isinstance(at, str) else self.parameters.name(self._dynamic[at])  # noqa: E731
+
+        def name(at: int | str) -> str:
+            return at if isinstance(at, str) else self.parameters.name(self._dynamic[at])
+
         return [name(at) + jax.tree_util.keystr(rest) for at, rest in self._paths]
 
     @functools.cached_property

@@ -72,7 +72,10 @@ def batched(
         outs_flat, out_tree = jax.tree.flatten(shape)
         outs = _per_leaf("out_dims", out_dims, shape, outs_flat, where)
         _check_rows(leaves, ins, outs_flat, outs, where)
-        flat = lambda *xs: jax.tree.leaves(fn(*jax.tree.unflatten(tree, xs)))  # noqa: E731
+
+        def flat(*xs: Any) -> list[Any]:
+            return jax.tree.leaves(fn(*jax.tree.unflatten(tree, xs)))
+
         run = _differentiable(flat, [(d,) for d in ins], [(d,) for d in outs], where)
         return jax.tree.unflatten(out_tree, run(*leaves))
 

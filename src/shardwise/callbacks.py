@@ -59,7 +59,10 @@ def _once(p: Partitioner, eqn: Eqn, call: Callable[[], list[Any]]) -> list[Value
         if not atoms:
             return [p.value(o, y, Sharding.replicated(o.rank))
                     for o, y in zip(eqn.outvars, call(), strict=True)]  # fmt: skip
-        zeros = lambda: [jnp.zeros(o.shape, o.dtype) for o in eqn.outvars]  # noqa: E731
+
+        def zeros() -> list[Any]:
+            return [jnp.zeros(o.shape, o.dtype) for o in eqn.outvars]
+
         ys = lax.cond(lax.axis_index(atoms) == 0, call, zeros)
     out = []
     for o, y in zip(eqn.outvars, ys, strict=True):
@@ -72,7 +75,10 @@ def callback(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:
     """`pure_callback`, `io_callback`, a foreign function with side effects."""
     xs = _operands(p, eqn, ins, "a callback gets its operands whole, on one device")
     params = _params(eqn)
-    call = lambda *args: list(eqn.primitive.bind(*args, **params))  # noqa: E731
+
+    def call(*args: Any) -> list[Any]:
+        return list(eqn.primitive.bind(*args, **params))
+
     return _once(p, eqn, lambda: _jax.opaque(call, *xs))
 
 

@@ -308,9 +308,10 @@ def _work(
         for f, size in enumerate(rule.sizes):
             flops *= -(-size // mesh.size(assignment.get(f, ())))
         return (flops + made) / FLOPS_PER_BYTE
-    values = list(zip(ins, operands, strict=True)), list(zip(outs, results, strict=True))
-    rest = 1 if results and results[0].in_place else 0
+    first = 1 if results and results[0].in_place else 0
     touched = sum(
-        math.prod(l.local_shape(mesh)) * v.itemsize for side in values for l, v in side[rest:]
+        math.prod(l.local_shape(mesh)) * v.itemsize
+        for layouts, values in ((ins, operands), (outs, results))
+        for l, v in zip(layouts[first:], values[first:], strict=True)
     )
     return touched / MEMORY_PER_BYTE + made / FLOPS_PER_BYTE

@@ -253,12 +253,17 @@ class _Scan:
         held = [p.value(*v) for v in zip(self.carries, carry, plan.carries, strict=True)]
         values += held
         at = dict(zip(self.carries, held, strict=True))
-        p.accumulators.update({o: (v, at[v], d) for o, (v, d) in self.stacks_of.items()})
+        adding = {o: (v, at[v], d) for o, (v, d) in self.stacks_of.items()}
         for a, stack, x in zip(plan.arrivals, self.xs, xs, strict=True):
             value = p.value(a.var, a.receive(p, self.eqn, x), a.slice)
             value.times = stack.times
             values.append(value)
-        return p.run(plan.constants.inside, [*values, *self.constants.held()])
+        p.accumulators |= adding
+        try:
+            return p.run(plan.constants.inside, [*values, *self.constants.held()])
+        finally:  # their blocks are of this trace: a later trial must not meet them
+            for o in adding:
+                del p.accumulators[o]
 
 
 def scan(p: Partitioner, eqn: Eqn, ins: list[Value]) -> list[Value]:

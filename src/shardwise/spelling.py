@@ -94,7 +94,9 @@ def _random_bits(eqn: Any, _: str) -> Callable[..., Any] | None:
         return None
 
     def bits(keys: Any) -> Any:
-        one = lambda raw: impl(raw, eqn.params["bit_width"], eqn.params["shape"])  # noqa: E731
+        def one(raw: Any) -> Any:
+            return impl(raw, eqn.params["bit_width"], eqn.params["shape"])
+
         for _ in aval.shape:
             one = jax.vmap(one)
         return one(jax.random.key_data(keys))

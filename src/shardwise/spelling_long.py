@@ -57,7 +57,9 @@ def _of_philox(use: str) -> Callable[[Any, str], Callable[..., Any] | None]:
         rest = (eqn.params["shape"],) if use == "split" else ()
 
         def run(first: Any, *xs: Any) -> Any:
-            f = lambda *a: one(*a, *rest)  # noqa: E731
+            def f(*a: Any) -> Any:
+                return one(*a, *rest)
+
             for _ in keys.shape:
                 f = jax.vmap(f)
             raw = first if use == "seed" else jax.random.key_data(first)

@@ -127,7 +127,10 @@ class _While:
         init = hand(p, eqn, self.init, self.carries, plan.carries)
         if not self.go.shape:
             note = Note(eqn, "loop", var=self.go)
-            go = lambda carry: p.get(self.predicate(carry), Sharding(()), note)  # noqa: E731
+
+            def go(carry: Any) -> Any:
+                return p.get(self.predicate(carry), Sharding(()), note)
+
             final = lax.while_loop(go, self.step, init)
         else:
             final = _batched_while(p, eqn, self.go, self.predicate, self.step, plan.carries, init)

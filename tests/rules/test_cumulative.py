@@ -12,7 +12,6 @@ import pytest
 from emitted import emitted
 from jax import lax
 
-import shardwise.ops.cumulative  # noqa: F401
 from shardwise.capture import capture
 from shardwise.ops.registry import rules_of
 from shardwise.testing.rules import check_rule

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-import shardwise.ops.gather  # noqa: F401
 from shardwise.capture import capture
 from shardwise.ops.registry import rules_of
 from shardwise.testing import rules

@@ -12,7 +12,6 @@ import pytest
 from emitted import context
 from jax import lax
 
-import shardwise.ops.scatter  # noqa: F401
 from shardwise.capture import capture
 from shardwise.mesh import MeshAxes, device_mesh
 from shardwise.ops.registry import LocalContext, rules_of, run_local

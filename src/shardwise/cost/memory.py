@@ -27,8 +27,6 @@ _FUSED = frozenset([
     "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "slice", "sqrt",
     "square", "squeeze", "sub", "tanh", "threefry2x32", "transpose", "xor",
 ])  # fmt: skip
-# Another shape of the same bytes.
-_VIEWS = frozenset(["reshape", "squeeze"])
 
 
 def nbytes(v: Any) -> int:

@@ -86,7 +86,10 @@ def _any(ctx: LocalContext, eqn: Eqn, xs: Any) -> list[Any]:
     blocks, starts = xs[:count], xs[count:]
     layout, dims = ctx.ins[0], eqn.params["dimensions"]
     run = _jax.as_function(eqn.params["jaxpr"])
-    step: Any = lambda a, b: run(*a, *b)  # noqa: E731
+
+    def step(a: Any, b: Any) -> Any:
+        return run(*a, *b)
+
     counts = jnp.ones(blocks[0].shape, bool)
     for dim in dims:
         counts = ctx.mask(counts, layout, dim, False)

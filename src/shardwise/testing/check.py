@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from shardwise import hlo
 from shardwise.api import spmd
+from shardwise.arguments import is_padded
 from shardwise.mesh import device_mesh
 from shardwise.ops.conv import padded
 from shardwise.padded import PaddedArray
@@ -232,8 +233,7 @@ _TOLERANCE = {2: 2e-2, 4: 2e-5, 8: 1e-10}  # by bytes of a real number
 
 
 def _compare(what: str, got: Any, want: Any, plan: Plan, tol: float | None) -> None:
-    is_leaf = lambda x: isinstance(x, PaddedArray)  # noqa: E731
-    got_paths, got_tree = jax.tree_util.tree_flatten_with_path(got, is_leaf=is_leaf)
+    got_paths, got_tree = jax.tree_util.tree_flatten_with_path(got, is_leaf=is_padded)
     want_leaves, want_tree = jax.tree.flatten(want)
     if got_tree != want_tree:
         raise CheckFailed(f"{what}: tree {got_tree}, should be {want_tree}")
