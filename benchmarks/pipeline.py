@@ -30,7 +30,7 @@ MESHES = {
     "4x2x1": {"stage": 4, "data": 2, "model": 1},
 }
 SCHEDULES = {"gpipe": {}, "circular": {"schedule": "circular", "rounds": 2}}
-HELD = {"64 MiB": None, "nothing": 0}
+HELD = {"default": None, "nothing": 0}
 """What a loop may hold so that weights are gathered and gradients reduced once: `spmd(loop_memory=)`."""
 
 
@@ -40,7 +40,7 @@ class Setup:
 
     schedule: str
     stages: int
-    held: str = "64 MiB"
+    held: str = "default"
     microbatches: int = 8
     rows: int = 4
 

@@ -45,20 +45,15 @@ def test_a_donated_argument_holds_one_result():
     assert peak(lambda w: (w + 1, w + 2), f32, donate_argnums=0) == 2 * ARRAY
 
 
-def test_another_shape_of_an_argument_is_no_copy():
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=str)
+def test_another_shape_or_order_of_dims_is_no_copy(order: tuple[int, ...]):
+    """A matter of layout, which the compiler chooses."""
+
     def f(x: Any) -> Any:
-        y = x.reshape(4, 1, N // 4, N).transpose(1, 0, 2, 3)[0]  # only a dim of size 1 moves
+        y = x.reshape(8, 8, N).transpose(order)
         return lax.scan(lambda s, w: (s @ w.T @ w, None), jnp.ones((8, N)), y)[0].sum()
 
     assert peak(f, f32) < 1.75 * ARRAY
-
-
-def test_a_transposed_value_is_a_copy():
-    def f(x: Any) -> Any:
-        y = x.reshape(4, N // 4, N).transpose(1, 0, 2)
-        return lax.scan(lambda s, w: (s @ w.T @ w, None), jnp.ones((8, N)), y)[0].sum()
-
-    assert peak(f, f32) > 2 * ARRAY
 
 
 @pytest.mark.parametrize("jitted", [False, True])

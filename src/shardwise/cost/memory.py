@@ -2,10 +2,10 @@
 
 A value is alive from the equation that makes it to the last that reads it; arguments and results are
 alive throughout.  Compilers fuse: an elementwise value read once, by an elementwise equation, is never
-written to memory, and counts nothing; a reshaped value lies where the value lies.  A loop needs its
-body's peak once, and its carries twice, save those that are updated in place: an accumulator that a term
-is added to, a stack that a slice is written into.  What a loop starts from, and nobody reads later, is
-where its carry lies.
+written to memory, and counts nothing; a reshaped or transposed value lies where the value lies.  A loop
+needs its body's peak once, and its carries twice, save those that are updated in place: an accumulator
+that a term is added to, a stack that a slice is written into.  What a loop starts from, and nobody reads
+later, is where its carry lies.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _FUSED = frozenset([
     "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "slice", "sqrt",
     "square", "squeeze", "sub", "tanh", "threefry2x32", "transpose", "xor",
 ])  # fmt: skip
+# Another shape or order of dims of the same values: compilers lay a value out as its readers want it.
+_VIEWS = frozenset(["reshape", "squeeze", "transpose"])
 
 
 def nbytes(v: Any) -> int:
@@ -64,7 +66,7 @@ def peak_temporaries(jaxpr: Any) -> int:
     reader: dict[Any, str] = {}
     shown: dict[Any, Any] = {}
     for i, e in enumerate(jaxpr.eqns):
-        if _is_view(e):
+        if e.primitive.name in _VIEWS:
             shown[e.outvars[0]] = shown.get(e.invars[0], e.invars[0])
             continue
         for v in _buffers(e.invars, shown):
@@ -138,15 +140,6 @@ def _in_place(body: Any, carry: Any, out: Any) -> bool:
         return name in _FUSED and any(map(from_carry, same))
 
     return from_carry(out)
-
-
-def _is_view(eqn: Any) -> bool:
-    """Whether an equation only says another shape of the same bytes."""
-    if eqn.primitive.name == "transpose":
-        sizes = eqn.invars[0].aval.shape
-        order = [d for d in _jax.params_of(eqn)["permutation"] if sizes[d] != 1]
-        return order == sorted(order)
-    return eqn.primitive.name in ("reshape", "squeeze")
 
 
 def _buffers(values: Iterable[Any], shown: Mapping[Any, Any]) -> list[Any]:
